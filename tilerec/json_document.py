@@ -205,12 +205,25 @@ def read_json(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> Json
     Raises:
         FileError: the file cannot be read. ConfigError: it is not JSON, or it exceeds a limit of documents.
     """
-    text = read_text(path, what, most_bytes)
-    origin = f"{what}: {path}"
+    return parse_json(read_text(path, what, most_bytes), f"{what}: {path}")
+
+
+def parse_json(text: str | bytes, origin: str) -> JsonValue:
+    """Return the document of a text.
+
+    Args:
+        origin: name of the document; error messages begin with it.
+
+    Raises:
+        ConfigError: it is not JSON, or it exceeds a limit of documents.
+    """
     try:
+        text = text.decode() if isinstance(text, bytes) else text
         data = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise _too_deep(origin) from None
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, origin) from error
     except ValueError as error:
         # `json` also raises a ValueError for a number with more digits than Python converts.
         reason = str(error) if isinstance(error, json.JSONDecodeError) else "a number of thousands of digits"
@@ -237,10 +250,14 @@ def read_text(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{what}: {path} is not JSON: got byte 0x{data[error.start]:02x} at {error.start}; expected UTF-8 text. "
-            f"{_FIX_FILE}"
-        ) from error
+        raise _not_utf8(error, f"{what}: {path}") from error
+
+
+def _not_utf8(error: UnicodeDecodeError, origin: str) -> ConfigError:
+    return ConfigError(
+        f"{origin} is not JSON: got byte 0x{error.object[error.start]:02x} at {error.start}; expected UTF-8 text. "
+        f"{_FIX_FILE}"
+    )
 
 
 def shown(value: Any) -> str:

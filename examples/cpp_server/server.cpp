@@ -1,11 +1,14 @@
 // Serves a package over TCP: server model.pt2 [port]. It prints its port; port 0, the default, takes a free one.
 //
 //   request   for each of model.inputs: its sizes (int64 each), its numbers
+//             sizes below 0, or more than 1 GB of numbers: an error, then the connection ends
 //   answer    int64 0, then for each of model.outputs: its sizes, its numbers; or int64 n > 0 and an error of n bytes
 #include <malloc.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <thread>
 
@@ -16,20 +19,25 @@ bool read_all(FILE* from, void* data, size_t bytes) { return bytes == 0 || fread
 bool read_tensor(FILE* from, const tilerec::TensorSpec& spec, at::Tensor& out) {
   std::vector<int64_t> sizes(spec.shape.size());
   if (!read_all(from, sizes.data(), 8 * sizes.size())) return false;
-  for (const int64_t size : sizes)
-    if (size < 0 || size > 1 << 26) return false;  // no sensible request
+  double bytes = c10::elementSize(tilerec::scalar_type(spec.dtype));
+  for (const int64_t size : sizes) {
+    bytes *= std::max<int64_t>(size, 1);
+    if (size < 0 || bytes > 1 << 30) throw std::runtime_error("Input '" + spec.name + "': got sizes below 0, or more than 1 GB; expected a smaller batch.");
+  }
   out = at::empty(sizes, tilerec::scalar_type(spec.dtype));
   return read_all(from, out.data_ptr(), out.nbytes());
 }
 
 void answer(tilerec::Model& model, int connection) {
   FILE *in = fdopen(connection, "rb"), *out = fdopen(dup(connection), "wb");
-  for (std::vector<at::Tensor> tensors(model.inputs.size());;) {
-    for (size_t i = 0; i < tensors.size(); ++i)
-      if (!read_tensor(in, model.inputs[i], tensors[i])) return fclose(in), fclose(out), void();
-    std::vector<at::Tensor> results;
+  for (bool whole = true; whole;) {
+    std::vector<at::Tensor> tensors(model.inputs.size()), results;
     std::string error;
     try {
+      whole = false;  // until all of the request has been read
+      for (size_t i = 0; i < tensors.size(); ++i)
+        if (!read_tensor(in, model.inputs[i], tensors[i])) return fclose(in), fclose(out), void();
+      whole = true;
       results = model.run(tensors);
     } catch (const std::exception& caught) {
       error = caught.what();
@@ -42,9 +50,11 @@ void answer(tilerec::Model& model, int connection) {
     }
     fflush(out);
   }
+  fclose(in), fclose(out);
 }
 
 int main(int count, char** words) try {
+  signal(SIGPIPE, SIG_IGN);  // a client that leaves before its answer ends no server
   mallopt(M_MMAP_THRESHOLD, 1 << 30), mallopt(M_TRIM_THRESHOLD, 1 << 30);  // intermediate results reuse memory
   tilerec::Model model(count > 1 ? words[1] : "model.pt2");
   const int server = socket(AF_INET, SOCK_STREAM, 0);

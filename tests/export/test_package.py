@@ -40,6 +40,9 @@ BAD_ID = (  # the compiler chooses the order of lookups
 )
 
 
+LENGTHS_BEYOND = "offsets must not fall and must lie in|API call failed|the lengths sum to"
+
+
 @pytest.fixture(scope="module")
 def model() -> EveryKind:
     return every_kind()
@@ -61,6 +64,16 @@ def package(path: Path) -> Package:
 def wanted(model: EveryKind, batch: EveryBatch) -> dict[str, Tensor]:
     with torch.no_grad():
         return model(*batch.args())
+
+
+def with_lengths(batch: KeyedJaggedTensor, place: int, more: int) -> KeyedJaggedTensor:
+    """Return a batch with one other length, as int64 if int32 cannot hold it."""
+    lengths = batch.lengths().long()
+    lengths[place] += more
+    narrow = lengths.int()
+    return KeyedJaggedTensor(
+        batch.keys(), batch.values(), lengths=narrow if torch.equal(narrow.long(), lengths) else lengths
+    )
 
 
 def with_ids(batch: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
@@ -115,7 +128,7 @@ def test_the_weights_are_stored_once(package: Package, path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda b: (b.dense.to("meta"), b.pooled, b.managed), "Input 'dense': got a tensor on meta; expected the CPU"),
+        (lambda b: (b.dense.to("meta"), b.pooled, b.managed), "got a tensor on meta; expected a dense tensor on"),
         (lambda b: (b.dense.double(), b.pooled, b.managed), "Input 'dense': got float64; expected float32"),
         (lambda b: (b.dense[:1], b.pooled, b.managed), r"Input 'pooled.lengths': got shape \[2, 3\]; expected \[2, "),
         (lambda b: (b.dense, b.pooled.values(), b.managed), "Input 'pooled': got a Tensor; expected a Keyed"),
@@ -134,25 +147,48 @@ def test_the_weights_are_stored_once(package: Package, path: Path) -> None:
             # torch < 2.13 passes on only that a call of an op has failed
             BAD_ID if TORCH_213 else f"{BAD_ID}|API call failed",
         ),
+        (lambda b: (b.dense.numpy(), b.pooled, b.managed), r"got a ndarray; .* torch\.as_tensor\(\.\.\., dtype"),
+        (lambda b: (b.dense.to_sparse(), b.pooled, b.managed), r"got a tensor of the layout torch.sparse_coo"),
+        (lambda b: (b.dense.tolist(), b.pooled, b.managed), "Pass tensors and jagged batches in these containers"),
+        (lambda b: (b.dense, with_lengths(b.pooled, 0, 2**32), b.managed), "got int64 lengths from .* to 429496729"),
+        (lambda b: (b.dense, with_lengths(b.pooled, 0, -(2**32)), b.managed), "got int64 lengths from -429496729"),
+        (lambda b: (b.dense, with_lengths(b.pooled, 0, 2**31 - 1), b.managed), LENGTHS_BEYOND),
+        (lambda b: (b.dense, with_lengths(b.pooled, 0, 9), b.managed), LENGTHS_BEYOND),
+        (lambda b: (b.dense, with_lengths(b.pooled, 0, -9), b.managed), LENGTHS_BEYOND),
+        (lambda b: (b.dense.expand(1 << 40, 3, 3)[:, 0], b.pooled, b.managed), "with {'batch': 1099511627776}"),
     ],
 )  # fmt: skip
 def test_a_wrong_batch_is_named(package: Package, change: Callable[[EveryBatch], Any], text: str) -> None:
     with pytest.raises(InputError, match=text):
         package(*change(every_batch(3, 3)))
+    assert package(*every_batch(1).args())["logits"].shape[0] == 1
+
+
+def test_tensors_of_another_number_are_refused(package: Package) -> None:
+    with pytest.raises(InputError, match=r"got 1 tensors; expected \d+: \['dense', 'pooled.values', "):
+        package.run([torch.zeros(1, 3)])
+
+
+def test_a_batch_of_many_empty_samples_is_a_batch(package: Package) -> None:
+    none, samples = torch.zeros(0, dtype=torch.int64), 1 << 17
+    empty = torch.zeros(2 * samples, dtype=torch.int32)
+    pooled = KeyedJaggedTensor(["user", "item"], none, lengths=empty)
+    managed = KeyedJaggedTensor(["raw"], none, lengths=empty[:samples])
+    assert package(torch.zeros(samples, 3), pooled, managed)["logits"].shape[0] == samples
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def repacked(source: Path, target: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
-    """Write a package with another manifest."""
+def repacked(source: Path, target: Path, edit: Callable[[dict[str, Any]], None], text: bytes = b"") -> Path:
+    """Write a package with another manifest, or with a text instead of it."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         for i, part in enumerate(old.infolist()):
             data = old.read(part)
             if part.filename == MANIFEST:
                 manifest = json.loads(data)
                 edit(manifest)
-                data = json.dumps(manifest).encode()
+                data = text or json.dumps(manifest).encode()
             with new.open(part, "w", force_zip64=i == 0) as out:
                 out.write(data)
     return target
@@ -173,6 +209,10 @@ def _table(manifest: dict[str, Any], **values: Any) -> None:
         (lambda m: _table(m, rows=5), r"table '.*' has the shape \[24, 4\]; expected \[5, 4\]"),
         (lambda m: _table(m, weight="x"), "table '.*' has no weight; expected"),
         (lambda m: m["weights"][-1].update(start=1 << 40), "begins at byte 1099511627776; expected a place in"),
+        (lambda m: m["weights"][0].update(shape=[1 << 40, 1 << 40]), "begins at byte 0; expected a place in"),
+        (lambda m: m["weights"][0].update(shape=[1 << 62, 4, 0]), "begins at byte 0; expected a place in"),
+        (lambda m: m["weights"][0].update(dtype="quint8"), r'weights\[0\]\.dtype: got "quint8"; expected one of'),
+        (lambda m: m["weights"][0].update(dtype="load"), r'weights\[0\]\.dtype: got "load"; expected one of'),
         (lambda m: m["weights"][0].update(sha256="0" * 64), "weight '.*' has other bytes than the manifest states"),
         (lambda m: m.update(base="0" * 64), "its manifest describes another model than its compiled part"),
         (lambda m: m["signature"]["inputs"][0]["tensors"][0].update(dtype="int8"), "describes another model"),
@@ -201,6 +241,46 @@ def test_files_that_are_no_package_are_refused(path: Path, tmp_path: Path) -> No
         load(other)
     with pytest.raises(FileError, match="got 'No such file or directory'; expected a readable file"):
         load(tmp_path / "missing.pt2")
+
+
+@pytest.mark.parametrize("path", [3, True, None, b"model.pt2", ["model.pt2"], "model\0.pt2"])
+def test_what_is_no_path_is_refused_and_no_descriptor_closed(path: Any) -> None:
+    with pytest.raises(ConfigError, match="as its path; expected a str or a Path"):
+        load(path)
+    os.fstat(1)
+
+
+def test_a_pipe_is_refused_without_a_wait_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileError, match="got 'not a regular file'; expected a readable file"):
+        load(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"[" * 1000 + b"]" * 1000, "nested more than 64 deep"),
+        (b"\xff{}", "got byte 0xff at 0; expected UTF-8"),
+        (b'{"version": 1, "version": 1}', 'got "version" more than once'),
+        (b"[]", r"got \[\]; expected an object with"),
+    ],
+)
+def test_a_manifest_that_is_no_document_is_refused(path: Path, tmp_path: Path, text: bytes, reason: str) -> None:
+    other = repacked(path, tmp_path / "other.pt2", lambda _: None, text)
+    with pytest.raises(ConfigError, match=reason):
+        load(other)
+
+
+def test_a_manifest_that_expands_without_bound_is_not_read(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.pt2"
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as new:
+        for i, part in enumerate(old.infolist()):
+            data = old.read(part)
+            part.compress_type = zipfile.ZIP_DEFLATED if part.filename == MANIFEST else zipfile.ZIP_STORED
+            with new.open(part, "w", force_zip64=i == 0) as out:
+                out.write(data)
+    with pytest.raises(ConfigError, match="or one that is compressed or encrypted"):
+        load(other)
 
 
 def test_a_changed_weight_is_found(path: Path, package: Package, tmp_path: Path) -> None:
@@ -270,18 +350,30 @@ class Server:
     """A connection to the program of examples/cpp_server."""
 
     def __init__(self, port: int) -> None:
+        self.port = port
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
         self._answers = self._socket.makefile("rb")
+
+    def send(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._socket.sendall(
+                struct.pack(f"<{tensor.dim()}q", *tensor.shape) + tensor.contiguous().numpy().tobytes()
+            )
 
     def close(self) -> None:
         self._answers.close()
         self._socket.close()
 
+    def ask_sizes(self, *sizes: int) -> str:
+        """Return the error for the sizes of a tensor, after which the server ends the connection."""
+        self._socket.sendall(struct.pack(f"<{len(sizes)}q", *sizes))
+        (length,) = struct.unpack("<q", self._answers.read(8))
+        error = self._answers.read(length).decode()
+        assert self._answers.read(1) == b""
+        return error
+
     def ask(self, tensors: list[Tensor], outputs: tuple[TensorSpec, ...]) -> list[Tensor] | str:
-        for tensor in tensors:
-            self._socket.sendall(
-                struct.pack(f"<{tensor.dim()}q", *tensor.shape) + tensor.contiguous().numpy().tobytes()
-            )
+        self.send(tensors)
         (length,) = struct.unpack("<q", self._answers.read(8))
         if length:
             return self._answers.read(length).decode()
@@ -345,6 +437,25 @@ def test_a_cpp_program_names_what_is_wrong_with_a_batch_and_goes_on(
     assert re.search(r"offsets?\b.* (descends|must not fall)", str(server.ask(short, manifest.outputs)))
     found = server.ask(tensors, manifest.outputs)
     assert torch.equal(found[0], wanted(model, batch)["logits"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", [(1 << 26, 1 << 26), (2**63 - 1, 2**63 - 1), (-1, 3), (0, 2**63 - 1)])
+def test_a_cpp_program_names_sizes_of_no_batch_and_goes_on(
+    server: Server, package: Package, sizes: tuple[int, int]
+) -> None:
+    with closing(Server(server.port)) as hostile:
+        assert "got sizes below 0, or more than 1 GB" in hostile.ask_sizes(*sizes)
+    outputs = package.manifest.outputs
+    assert isinstance(server.ask(flat_tensors(package.manifest.signature, every_batch(1).args()), outputs), list)
+
+
+def test_clients_that_leave_before_their_answers_end_no_cpp_program(server: Server, package: Package) -> None:
+    tensors = flat_tensors(package.manifest.signature, every_batch(64, 64).args())
+    for _ in range(4):
+        with closing(Server(server.port)) as hostile:
+            for _ in range(50):
+                hostile.send(tensors)
+    assert isinstance(server.ask(tensors, package.manifest.outputs), list)
 
 
 def test_a_cpp_program_refuses_half_a_package(binary: Path, path: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tilerec.serve import endpoints
 from tilerec.serve.app import make_app
 from tilerec.serve.batcher import Batcher, Overloaded
 from tilerec.serve.batching import Batching
-from tilerec.serve.joined import joined, parted
+from tilerec.serve.joined import check, joined, parted
 from tilerec.serve.request_log import LogOptions, RequestLog
 from tilerec.serve.served_model import ServedModel, Version
 from tilerec.serve.wire import AnswerError, Query, answer, parse
@@ -77,6 +78,10 @@ def test_no_samples_are_a_request_too(client: TestClient) -> None:
     assert predict(client, {"instances": []}).json()["predictions"] == []
 
 
+def columns(ids: list[int], lengths: list[list[int]]) -> dict[str, Any]:
+    return {"inputs": {"dense": [[1, 2, 3]], "sparse": {"values": ids, "lengths": lengths}}}
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -108,6 +113,18 @@ def test_no_samples_are_a_request_too(client: TestClient) -> None:
             {"inputs": {"dense": [[1, 2, 3]], "sparse": {"values": [1], "lengths": [[2], [0]]}}},
             "got lengths with the sum 2 for 1 ids",
         ),
+        (columns([1], [[2**31 - 1], [2**31 - 1]]), "got lengths with the sum 4294967294 for 1 ids"),
+        (columns([1], [[2], [-1]]), "got lengths with the sum 1 for 1 ids; expected lengths from 0 to 1"),
+        (columns([1], [[2**32 + 1], [0]]), "Input 'sparse.lengths': got values that are no int32 tensor"),
+        (columns([2**63], [[1], [0]]), "Input 'sparse.values': got values that are no int64 tensor"),
+        (columns([1], [[1] * (1 << 16), [0]]), "Input 'sparse.lengths': got"),
+        ({"instances": [{"dense": [0, 0, 0]}] * ((1 << 16) + 1)}, "got 65,537 samples; expected at most 65,536"),
+        (
+            {"inputs": {"dense": [[0, 0, 0]] * ((1 << 16) + 1), "sparse": {"values": [], "lengths": [[], []]}}},
+            "got 65,537 samples; expected at most 65,536",
+        ),
+        (b'{"instances": [{"dense": [0, 0, ' + b"9" * 5000 + b"]}]}", "got a body that is no JSON"),
+        (b'{"inputs": ' + b"[" * 5000 + b"]" * 5000 + b"}", "got"),
     ],
 )  # fmt: skip
 def test_a_wrong_request_gets_its_reason(client: TestClient, body: Any, reason: str) -> None:
@@ -165,6 +182,19 @@ def test_requests_that_wait_together_run_together_and_a_wrong_one_spoils_no_othe
     assert [one.outputs[0].tolist() for one in (found[0], found[3], found[4])] == [own] * 3
     assert {one.version for one in (found[0], found[1], found[3], found[4])} == {version.name}
     assert max(sizes) == 8
+
+
+def test_lengths_whose_sum_overflows_spoil_no_other_request(served_path: Path, opened: Opened) -> None:
+    package = opened(served_path)
+    sparse = package.manifest.signature.inputs[1]
+    lengths = replace(sparse.tensors[-1], dtype="int64")
+    signature = replace(package.manifest.signature, inputs=(package.manifest.signature.inputs[0],
+                        replace(sparse, tensors=(sparse.tensors[0], lengths))))  # fmt: skip
+    most = 2**63 - 1
+    tensors = [torch.zeros(2, 3), torch.zeros(0, dtype=torch.int64), torch.tensor([[most, most], [1, 1]])]
+    assert int(tensors[2].sum()) == 0
+    with pytest.raises(InputError, match="got lengths with the sum 0 for 0 ids; expected lengths from 0 to 0"):
+        check(Query(tensors, 2, "safetensors"), replace(package.manifest, signature=signature))
 
 
 def test_too_many_waiting_requests_are_refused(served_path: Path, opened: Opened) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -261,6 +262,32 @@ def test_a_file_that_is_replaced_under_load_loses_no_request(
         serve_again(server, path, second)
         serve_again(server, path, first)
     assert_of(answers, first, second)
+
+
+@pytest.mark.parametrize(
+    ("request_text", "answer"),
+    [
+        (b"POST /v1/predict HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n", b"413"),
+        (b"POST /v1/predict HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n", b"400"),
+        (b"POST /v1/predict HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n\r\n{", b""),
+        (b"POST /v1/predict HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"400"),
+        (b"\x16\x03\x01" * 99, b"400"),
+    ],
+)
+def test_broken_requests_end_no_worker(
+    served: tuple[Server, Path], first: Built, request_text: bytes, answer: bytes
+) -> None:
+    server, _ = served
+    before = server.workers()
+    host, port = server.address.removeprefix("http://").split(":")
+    with load_on(server) as answers:
+        with socket.create_connection((host, int(port)), timeout=SOON_S) as link:
+            link.sendall(request_text)
+            link.shutdown(socket.SHUT_WR)
+            assert answer in link.makefile("rb").readline()
+        more(answers, 5)
+    assert_of(answers, first)
+    assert server.workers() == before
 
 
 def test_the_load_generator_measures_the_server(served: tuple[Server, Path], first: Built) -> None:

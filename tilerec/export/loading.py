@@ -54,6 +54,11 @@ class Package:
         Raises as a call.
         """
         sizes: dict[str, int] = {}
+        if len(tensors) != len(self._specs):
+            raise InputError(
+                f"Package: got {len(tensors)} tensors; expected {len(self._specs)}: "
+                f"{[spec.name for spec in self._specs][:40]}. Pass them in this order."
+            )
         for spec, tensor in zip(self._specs, tensors, strict=True):
             spec.check(tensor, sizes)
         try:
@@ -75,10 +80,15 @@ class Package:
         values, structure = pytree.tree_flatten(args, is_leaf=is_input)
         if structure != self._structure:
             raise InputError(
-                f"Package: got arguments of the structure {structure}; expected {self._structure}, as in the example "
-                "of the export."
+                f"Package: got arguments of the structure {_line(structure):.400}; expected {_line(self._structure)}, "
+                "as in the example of the export. Pass tensors and jagged batches in these containers."
             )
         return flat_tensors(self.manifest.signature, values)
+
+
+def _line(value: object) -> str:
+    """Return a text of several lines as one."""
+    return " ".join(str(value).split())
 
 
 def _cause(error: RuntimeError) -> InputError:
@@ -87,7 +97,7 @@ def _cause(error: RuntimeError) -> InputError:
     name, found, own = text.partition(": ")
     if found and name == InputError.__name__:
         return InputError(own)
-    return InputError(f"Package: got '{' '.join(text.split()):.600}'; expected a batch that the model can take.")
+    return InputError(f"Package: got '{_line(text):.600}'; expected a batch that the model can take.")
 
 
 def load(path: str | Path, *, verify: bool = True, name: str = "") -> Package:
@@ -117,7 +127,7 @@ def load(path: str | Path, *, verify: bool = True, name: str = "") -> Package:
         wanted = set(runner.get_constant_fqns())
     except RuntimeError as error:
         raise ConfigError(
-            f"{what}: got '{' '.join(str(error).split()):.400}' from torch; expected a compiled model. {_AGAIN}"
+            f"{what}: got '{_line(error):.400}' from torch; expected a compiled model. {_AGAIN}"
         ) from error
     if any(stated.get(name) != text for name, text in manifest.lines().items()) or not wanted <= set(package.tensors):
         raise ConfigError(

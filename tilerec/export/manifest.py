@@ -11,11 +11,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
-from tilerec.export.signature import InputSpec, Signature, TensorSpec
+from tilerec.export.signature import DTYPES, InputSpec, Signature, TensorSpec
 from tilerec.json_document import JsonValue
 
 VERSION = 1
@@ -106,14 +105,14 @@ class Manifest:
         }
 
     @staticmethod
-    def of(data: Any, what: str) -> Manifest:
-        """Return the manifest of parsed JSON.
+    def of(data: JsonValue) -> Manifest:
+        """Return the manifest of a JSON document.
 
         Raises:
             ConfigError: it is not as `to_json` writes it.
         """
         names = ("version", "abi", "torch", "cpu", "base", "signature", "outputs", "output_keys", "tables", "weights")
-        found = _fields(JsonValue.of(data, what), *names)
+        found = _fields(data, *names)
         if found["version"].value != VERSION:
             raise found["version"].error(f"{VERSION}, the version that this release reads", _AGAIN)
         signature = _fields(found["signature"], "arguments", "inputs", "structure")
@@ -144,10 +143,16 @@ def _fields(value: JsonValue, *names: str) -> dict[str, JsonValue]:
     return value.record(names, names, _AGAIN)
 
 
+def _dtype(value: JsonValue) -> str:
+    if value.value not in list(DTYPES):
+        raise value.error(f"one of {list(DTYPES)}", _AGAIN)
+    return value.text()
+
+
 def _tensor(value: JsonValue) -> TensorSpec:
     found = _fields(value, "name", "dtype", "shape")
     shape = tuple(size.text() if isinstance(size.value, str) else size.whole() for size in found["shape"].items())
-    return TensorSpec(found["name"].text(), found["dtype"].text(), shape)
+    return TensorSpec(found["name"].text(), _dtype(found["dtype"]), shape)
 
 
 def _input(value: JsonValue) -> InputSpec:
@@ -168,5 +173,5 @@ def _weight(value: JsonValue) -> Weight:
     found = _fields(value, "name", "dtype", "shape", "start", "sha256")
     shape = tuple(size.whole() for size in found["shape"].items())
     return Weight(
-        found["name"].text(), found["dtype"].text(), shape, found["start"].whole(), found["sha256"].text()
+        found["name"].text(), _dtype(found["dtype"]), shape, found["start"].whole(), found["sha256"].text()
     )  # fmt: skip

@@ -10,13 +10,18 @@ A reader in any language finds the weights without reading the archive. torch's 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
 import mmap
+import os
 import re
+import stat
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import IO, BinaryIO, NamedTuple
 
@@ -25,7 +30,8 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError, FileError
 from tilerec.export.manifest import Manifest, Weight
-from tilerec.export.signature import dtype_name, dtype_of_name
+from tilerec.export.signature import DTYPES, dtype_name
+from tilerec.json_document import MOST_BYTES, MOST_NUMBER, parse_json
 from tilerec.quantized.row_type import ROW_TYPES
 from tilerec.storage.row_file import fetch, release
 from tilerec.torch_private import readable_op_calls
@@ -164,12 +170,12 @@ def open_package(path: str | Path, *, name: str = "") -> OpenPackage:
     """
     what = f"Package {name or path}"
     try:
-        with open(path, "rb") as file:
+        with open_file(path, what) as file:
             start = file.read(4)
             if start != b"PK\x03\x04":
                 raise ConfigError(f"{what}: got no archive; expected a file of tilerec.export.export(). {_AGAIN}")
             text, size = _parts(file, what)
-            manifest = _manifest(text, what)
+            manifest = Manifest.of(parse_json(text, f"{what}: manifest"))
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         if isinstance(error, ConfigError):
@@ -178,6 +184,22 @@ def open_package(path: str | Path, *, name: str = "") -> OpenPackage:
             f"{what}: got '{error.strerror or error}'; expected a readable file. Check the path.", error.errno
         ) from error
     return OpenPackage(manifest, _mapped(manifest, memory, size, what))
+
+
+def open_file(path: str | Path, what: str) -> BinaryIO:
+    """Open a file for reading. A pipe is refused: `open` would wait for its writer.
+
+    Raises:
+        ConfigError: the path is none. OSError: the file cannot be opened, or is no regular file.
+    """
+    # open(3) would read the caller's descriptor 3, and close it.
+    if not isinstance(path, (str, PathLike)) or "\0" in str(path):
+        raise ConfigError(f"{what}: got {path!r} as its path; expected a str or a Path. Pass the path of the file.")
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
 
 
 def _parts(file: BinaryIO, what: str) -> tuple[bytes, int]:
@@ -196,27 +218,25 @@ def _parts(file: BinaryIO, what: str) -> tuple[bytes, int]:
             name, extra = struct.unpack("<HH", file.read(4))
             if wrong or 30 + name + extra != WEIGHTS_AT or not any(own.startswith(_CODE) for own in parts):
                 raise ConfigError(f"{what}: got an archive that was packed again; expected the exported file. {_AGAIN}")
-            return archive.read(_MANIFEST), first.file_size
+            stated = parts[_MANIFEST]
+            if stated.file_size > MOST_BYTES or stated.compress_type != zipfile.ZIP_STORED or stated.flag_bits & 1:
+                raise ConfigError(
+                    f"{what}: got a manifest of {stated.file_size:,} bytes, or one that is compressed or encrypted; "
+                    f"expected at most {MOST_BYTES:,} bytes, as they are. {_AGAIN}"
+                )
+            return archive.read(stated), first.file_size
     except zipfile.BadZipFile as error:
         raise ConfigError(
             f"{what}: got a part of a package, or a damaged one ({error}); expected the whole file. {_AGAIN}"
         ) from error
 
 
-def _manifest(text: bytes, what: str) -> Manifest:
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{what}: its manifest: got '{error}'; expected JSON. {_AGAIN}") from error
-    return Manifest.of(data, f"{what}: manifest")
-
-
 def _mapped(manifest: Manifest, memory: mmap.mmap, size: int, what: str) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for own in manifest.weights:
-        dtype = dtype_of_name(own.dtype)
-        count = torch.Size(own.shape).numel()
-        if own.start % _ALIGNMENT or own.start + count * dtype.itemsize > size:
+        dtype, count = DTYPES[own.dtype], math.prod(own.shape)
+        too_large = math.prod(max(1, length) for length in own.shape) > MOST_NUMBER
+        if own.start % _ALIGNMENT or too_large or own.start + count * dtype.itemsize > size:
             raise ConfigError(
                 f"{what}: manifest: weight '{own.name}' of shape {list(own.shape)} begins at byte {own.start}; "
                 f"expected a place in the {size} bytes of the weights. {_AGAIN}"

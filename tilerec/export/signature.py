@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -26,6 +27,14 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.torch_private import pytree
 
 BATCH = "batch"
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
+"""Types of the tensors of packages, by name: those that can be mapped from a file."""
 
 Size = int | str
 
@@ -49,15 +58,18 @@ class TensorSpec:
             sizes: values of the named sizes found so far; is extended.
         """
         if not isinstance(tensor, Tensor) or dtype_name(tensor) != self.dtype:
-            got = dtype_name(tensor) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            got, move = f"a {type(tensor).__name__}", f"torch.as_tensor(..., dtype=torch.{self.dtype})"
+            if isinstance(tensor, Tensor):
+                got, move = dtype_name(tensor), f".to(torch.{self.dtype})"
             raise InputError(
                 f"Input '{self.name}': got {got}; expected {self.dtype}, as in the example of the export. Convert it "
-                f"with .to(torch.{self.dtype})."
+                f"with {move}."
             )
-        if tensor.device.type != "cpu":
-            raise InputError(
-                f"Input '{self.name}': got a tensor on {tensor.device}; expected the CPU. Call .cpu() on it."
-            )
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            got, move = f"a tensor on {tensor.device}", ".cpu()"
+            if tensor.device.type == "cpu":
+                got, move = f"a tensor of the layout {tensor.layout}", ".to_dense()"
+            raise InputError(f"Input '{self.name}': got {got}; expected a dense tensor on the CPU. Call {move} on it.")
         shape = tuple(tensor.shape)
         if len(shape) != len(self.shape) or not all(_fits(own, want, sizes) for own, want in zip(shape, self.shape)):  # noqa: B905
             known = {name: size for name, size in sizes.items() if any(name in str(want) for want in self.shape)}
@@ -103,7 +115,7 @@ class InputSpec:
             if part == "values":
                 out.append(value.values())
             elif part == "lengths":  # counts of any integer type are the same batch
-                lengths = value.lengths().to(dtype_of_name(spec.dtype))
+                lengths = _converted(value.lengths(), spec)
                 keyed = isinstance(value, KeyedJaggedTensor)
                 out.append(lengths.view(len(self.keys), value.stride()) if keyed else lengths)
             else:
@@ -176,11 +188,16 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def dtype_of_name(name: str) -> Any:
-    """Return the dtype of a name: `float32`."""
-    import torch
-
-    return getattr(torch, name)
+def _converted(lengths: Tensor, spec: TensorSpec) -> Tensor:
+    """Return lengths in the type of the package; raise `InputError` for one that it cannot hold."""
+    converted = lengths.to(DTYPES[spec.dtype])
+    if converted.dtype != lengths.dtype and not torch.equal(converted.to(lengths.dtype), lengths):
+        raise InputError(
+            f"Input '{spec.name}': got {dtype_name(lengths)} lengths from {int(lengths.min())} to "
+            f"{int(lengths.max())}; expected numbers that {spec.dtype} holds, with the number of ids as their sum. "
+            "Correct the lengths."
+        )
+    return converted
 
 
 def _fits(own: int, want: Size, sizes: dict[str, int]) -> bool:

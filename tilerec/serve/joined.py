@@ -66,9 +66,10 @@ def check(query: Query, manifest: Manifest) -> None:
             spec.check(tensor, sizes)
         if own.kind != "Tensor":
             lengths, count = tensors[-1], tensors[0].shape[0]
-            if int(lengths.sum()) != count or bool((lengths < 0).any()):
+            # A length above the count is wrong by itself; without such ones the sum cannot overflow.
+            if int(lengths.sum()) != count or bool(((lengths < 0) | (lengths > count)).any()):
                 raise InputError(
                     f"Input '{own.name}': got lengths with the sum {int(lengths.sum())} for {count} ids; expected "
-                    f"lengths from 0 with the sum {count}. Correct the lengths."
+                    f"lengths from 0 to {count} with the sum {count}. Correct the lengths."
                 )
         at += len(own.tensors)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.export.manifest import Manifest
-from tilerec.export.signature import BATCH, dtype_of_name
+from tilerec.export.signature import BATCH, DTYPES
 from tilerec.serve.wire import ALIVE, SAFETENSORS
 
 BOUNDS_MS = {"MLPerf DLRM v1": 30.0, "MLPerf DLRM-v2": 60.0}
@@ -88,7 +88,7 @@ def sample_inputs(manifest: Manifest, samples: int, ids: int, generator: torch.G
     for own in manifest.signature.inputs:
         keys = own.keys or (own.name,)
         for spec in own.tensors:
-            dtype = dtype_of_name(spec.dtype)
+            dtype = DTYPES[spec.dtype]
             part = spec.name.rpartition(".")[2] if own.kind != "Tensor" else ""
             count = len(keys) * samples * ids
             if part == "values":

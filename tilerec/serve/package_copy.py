@@ -24,7 +24,7 @@ from typing import NamedTuple, final
 
 from tilerec.errors import ConfigError, FileError
 from tilerec.export.loading import Package, load
-from tilerec.export.package_file import WEIGHTS_AT, OpenPackage, open_package
+from tilerec.export.package_file import WEIGHTS_AT, OpenPackage, open_file, open_package
 
 CHUNK_BYTES = 1 << 20
 """Bytes that a thread reads, digests and writes at a time: they stay in the cache of its core."""
@@ -93,7 +93,7 @@ def copy_package(path: str | Path, fd: int | None = None) -> PackageCopy:
     try:
         if fd is None:
             fd = own = new_memory()
-        with open(path, "rb") as file:
+        with open_file(path, f"Package {path}") as file:
             _fill(fd, file.fileno(), str(path))
         # No process can change it any more. Private mappings can be written; their pages are copies.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)

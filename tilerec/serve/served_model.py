@@ -23,7 +23,7 @@ from tilerec.delta.request_lock import RequestLock
 from tilerec.errors import TilerecError
 from tilerec.export.loading import Package
 from tilerec.export.manifest import Manifest
-from tilerec.export.signature import BATCH, dtype_of_name
+from tilerec.export.signature import BATCH, DTYPES
 from tilerec.serve.package_source import PackageSource
 
 _LOG = logging.getLogger("tilerec.serve")
@@ -197,7 +197,7 @@ def _nothing(manifest: Manifest) -> list[Tensor]:
     return [
         torch.zeros(
             [1 if size == BATCH else size if isinstance(size, int) else 0 for size in spec.shape],
-            dtype=dtype_of_name(spec.dtype),
+            dtype=DTYPES[spec.dtype],
         )
         for spec in manifest.signature.specs()
     ]

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.export.manifest import Manifest
-from tilerec.export.signature import BATCH, InputSpec, TensorSpec, dtype_of_name
+from tilerec.export.signature import BATCH, DTYPES, InputSpec, TensorSpec
 
 MOST_SAMPLES = 1 << 16
+"""Of a request. A body of 64 MiB may have ten million samples without ids, and their outputs need far more memory."""
 SAFETENSORS = "application/octet-stream"
 ALIVE = "alive"
 """Body of the answer to GET /healthz."""
@@ -146,7 +147,7 @@ def _of_columns(data: Any, manifest: Manifest) -> Query:
 
 
 def _tensor(value: Any, spec: TensorSpec) -> Tensor:
-    dtype = dtype_of_name(spec.dtype)
+    dtype = DTYPES[spec.dtype]
     try:
         tensor = torch.tensor(value) if value or not isinstance(value, list) else torch.empty(0, dtype=dtype)
         if tensor.numel() and tensor.is_floating_point() and not dtype.is_floating_point:
@@ -182,9 +183,10 @@ def _shape(spec: TensorSpec) -> str:
 
 
 def _of_instances(data: Any, manifest: Manifest) -> Query:
-    if not isinstance(data, list) or len(data) > MOST_SAMPLES:
-        got = f"{len(data)} samples" if isinstance(data, list) else type(data).__name__
-        raise InputError(f"Request: got {got} as 'instances'; expected a list of at most {MOST_SAMPLES}. Send fewer.")
+    if not isinstance(data, list):
+        raise InputError(f"Request: got {type(data).__name__} as 'instances'; expected a list of samples. Correct it.")
+    if len(data) > MOST_SAMPLES:
+        raise _too_many(len(data))
     inputs = manifest.signature.inputs
     names = {own.name for own in inputs}
     for sample in data:
@@ -254,9 +256,18 @@ def _check_names(what: str, got: set[str], known: set[str], *, complete: bool) -
         raise InputError(f"Request: got {found} in {what}; expected {sorted(known)[:40]}. Correct the names.")
 
 
+def _too_many(samples: int) -> InputError:
+    return InputError(
+        f"Request: got {samples:,} samples; expected at most {MOST_SAMPLES:,}. Send them in several requests."
+    )
+
+
 def _samples(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> int:
     """Return the number of samples; shapes are checked when the package runs."""
     for tensor, spec in zip(tensors, specs, strict=True):
         if BATCH in spec.shape and tensor.dim() > spec.shape.index(BATCH):
-            return tensor.shape[spec.shape.index(BATCH)]
+            samples = tensor.shape[spec.shape.index(BATCH)]
+            if samples > MOST_SAMPLES:
+                raise _too_many(samples)
+            return samples
     raise InputError("Request: got no samples; expected inputs with samples. See docs/serving.md.")

@@ -80,7 +80,7 @@ class Model {
  private:
   struct MappedFile {
     explicit MappedFile(const std::string& path) {
-      const int descriptor = open(path.c_str(), O_RDONLY);
+      const int descriptor = open(path.c_str(), O_RDONLY | O_NONBLOCK);  // a pipe is no file
       struct stat facts {};
       if (descriptor >= 0 && fstat(descriptor, &facts) == 0 && (size = static_cast<size_t>(facts.st_size)) > 0)
         data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, 0);
