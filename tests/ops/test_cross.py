@@ -1,4 +1,4 @@
-"""Cross ops: values of the worked example, native passes equal to the reference, same bits for any threads and vectors."""
+"""Cross ops: native passes equal the formula, with the same bits for any number of threads and any vectors."""
 
 from __future__ import annotations
 

@@ -4,15 +4,15 @@
     backward   of g, the gradient of out:
                  of_factor = g ⊙ x0
                  of_bias   = Σ over samples of of_factor
-                 of_x0     = g ⊙ f    (+ of_x0: the sum of later layers)  (+ g: in the first layer x is x0)
-               The gradient of x is g plus those of the matrices that made `factor`: products, which the caller computes.
+                 of_x0     = g ⊙ f    (+ of_x0, the sum of later layers)  (+ g, if x is x0)
+               The gradient of x is g, plus a product with the matrices of `factor`, which the caller computes.
 
-Example, one sample and one feature: x = 2, x0 = 3, factor = 4, bias = 1 -> out = 2 + 3 · 5 = 17. Of g = 10: of_factor = 30, of_bias =
-30, of_x0 = 50.
+Example, one sample and one feature: x = 2, x0 = 3, factor = 4, bias = 1 -> out = 2 + 3 · 5 = 17. For g = 10:
+of_factor = 30, of_bias = 30, of_x0 = 50.
 
-These tensors are larger than a cache ([2048, 3456] has 28 MB), so a pass costs its bytes. On the CPU in float32 the native pass adds
-the bias for nothing. Elsewhere a product that adds the bias costs less than a sum of its own: there `bias_I` is None, and `factor_BI`
-has it (`adds_bias`).
+These tensors are larger than a cache ([2048, 3456] has 28 MB), so a pass costs its bytes. On the CPU in float32 the
+native pass adds the bias at no cost. Elsewhere the product should add it (`adds_bias`): then `bias_I` is None, and
+`factor_BI` includes the bias.
 
 Legend: B samples, I features.
 """
@@ -61,7 +61,7 @@ def cross_backward_reference(
 
 
 def adds_bias(x_BI: Tensor) -> bool:
-    """Return True if the ops add the bias for nothing; else the product that makes the factor should add it."""
+    """Return True if the ops add the bias at no cost; else the product that computes the factor should add it."""
     return x_BI.device.type == "cpu" and x_BI.dtype == torch.float32
 
 
