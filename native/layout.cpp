@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <string>
 
+#include "cross.h"
 #include "exchange.h"
 #include "hash.h"
 #include "lookup.h"
@@ -141,6 +142,21 @@ std::string describe() {
   TR_FIELD(tr_segments, fresh);
   TR_FIELD(tr_segments, threads);
   TR_FIELD(tr_segments, report);
+
+  TR_STRUCT(tr_crossing);
+  TR_FIELD(tr_crossing, x);
+  TR_FIELD(tr_crossing, x0);
+  TR_FIELD(tr_crossing, factor);
+  TR_FIELD(tr_crossing, bias);
+  TR_FIELD(tr_crossing, out);
+  TR_FIELD(tr_crossing, of_x0);
+  TR_FIELD(tr_crossing, of_factor);
+  TR_FIELD(tr_crossing, of_bias);
+  TR_FIELD(tr_crossing, samples);
+  TR_FIELD(tr_crossing, features);
+  TR_FIELD(tr_crossing, adds);
+  TR_FIELD(tr_crossing, first);
+  TR_FIELD(tr_crossing, threads);
 
   TR_STRUCT(tr_zch);
   TR_FIELD(tr_zch, ids);

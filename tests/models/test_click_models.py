@@ -63,7 +63,9 @@ def test_it_compiles_in_one_graph_with_gradients(name: str) -> None:
         inputs = BOTH.batch(size)
         wanted = torch.autograd.grad(model(*inputs).square().sum(), list(model.parameters()))
         got = torch.autograd.grad(compiled(*inputs), list(model.parameters()))
-        torch.testing.assert_close(got, wanted)
+        # Eager crosses add in another order than compiled ones: numbers near zero differ by roundings of large ones.
+        largest = max(grad.abs().max().item() for grad in wanted)
+        torch.testing.assert_close(got, wanted, rtol=1.3e-6, atol=max(1e-5, 1e-6 * largest))
 
 
 @pytest.mark.parametrize("name", MODELS)

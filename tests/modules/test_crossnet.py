@@ -141,6 +141,49 @@ def test_frozen_parts_get_no_gradient_and_the_others_keep_theirs(layers: int, fr
     assert all((p.grad is None) == name.startswith(frozen) for name, p in net.named_parameters())
 
 
+@pytest.mark.parametrize("kind", ["full", "low_rank"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_float32_equals_float64_for_strided_inputs_and_expanded_gradients(kind: str, layers: int) -> None:
+    """In float32 on the CPU the bias is added by the element-wise pass, elsewhere by the product."""
+    torch.manual_seed(layers)
+    net: nn.Module = CrossNet(33, layers) if kind == "full" else LowRankCrossNet(33, layers, 4)
+    perturb(net)
+    wide = torch.randn(70, 66)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        own = copy.deepcopy(net).to(dtype)
+        x = wide.to(dtype)[:, ::2].requires_grad_()
+        out = own(x)
+        of_x, *of_weights = torch.autograd.grad(out.sum(), (x, *own.parameters()))
+        scale = 1 / max(t.abs().max().item() for t in (out, of_x, *of_weights))
+        results.append([t.double() * scale for t in (out, of_x, *of_weights)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=2e-6)
+
+
+def test_the_gradient_of_the_output_stays_as_it_is() -> None:
+    net = LowRankCrossNet(7, 3, 2)
+    x, grad = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7)
+    before = grad.clone()
+    net(x).backward(grad)
+    assert torch.equal(grad, before)
+
+
+def test_memory_of_earlier_steps_does_not_change_later_ones() -> None:
+    """Vectors of 4 MB are in memory that is used again; results that are still in use keep theirs."""
+    net = LowRankCrossNet(1024, 2, 2)
+    x = torch.randn(1024, 1024, requires_grad=True)
+    first = net(x)
+    (of_x,) = torch.autograd.grad(first.sum(), x)
+    kept, kept_grad = first.clone(), of_x.clone()
+    with torch.inference_mode():
+        assert torch.equal(net(x), kept)
+    for _ in range(2):
+        assert torch.equal(net(x), kept)
+        assert torch.equal(torch.autograd.grad(net(x).sum(), x)[0], kept_grad)
+    assert torch.equal(first, kept)
+    assert torch.equal(of_x, kept_grad)
+
+
 def test_autocast_reaches_the_products() -> None:
     net = LowRankCrossNet(16, 2, 8)
     x = torch.randn(32, 16, requires_grad=True)

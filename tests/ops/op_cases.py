@@ -211,6 +211,13 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
             whole(0, 1).view(2, 1), whole(4, 3).view(2, 1), whole(1, 1), whole(0, 0), 3,
         ),
         "zch_buckets": lambda: (whole(0, 1, -1), 7),
+        "cross_": lambda: (
+            *(torch.ones(2, 3, device=device) for _ in range(3)), None, torch.zeros(2, 3, device=device),
+        ),
+        "cross_backward_": lambda: (
+            *(torch.ones(2, 3, device=device) for _ in range(3)), torch.ones(3, device=device), True, True,
+            *(torch.zeros(*shape, device=device) for shape in ((2, 3), (2, 3), (3,))),
+        ),
         "hash_rows_": lambda: (whole(0, 1, -1), 7, 1, whole(0, 0, 0)),
         "zch_find": lambda: (whole(0, 1, -1), *empty_state(5, 4, device=device)[:2], 0, 5, 4, 3),
         "zch_assign_": lambda: state(False),

@@ -24,8 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilerec.modules.linear import add_input_gradient, input_gradient, linear, weight_gradient
+from tilerec.modules.linear import add_input_gradient, input_gradient, linear, product, weight_gradient
 from tilerec.modules.utils import TensorFunction, check_last_dim, check_size
+from tilerec.ops.backends import reused_empty
+from tilerec.ops.cross.definition import adds_bias, cross, cross_backward
 from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
 
 
@@ -70,25 +72,26 @@ def _plain_crosses(x0_BI: torch.Tensor, layers: Sequence[Sequence[torch.Tensor]]
 
 
 class _Crosses(torch.autograd.Function):
-    """`_plain_crosses` with a backward that adds the layers' gradients of x and x0 in place.
+    """`_plain_crosses` with one pass per layer each way (`ops/cross`), and one tensor for each sum of gradients.
 
     autograd would write a new tensor [B, I] for each term and for each sum of two terms. Such a tensor has 28 MB for
-    2,048 samples of 27 vectors of 128, so the step waits for memory: a network of three layers of rank 64 takes 0.87 of
-    the time with this backward, and a ninth of the page faults (Intel Xeon, one thread).
+    2,048 samples of 27 vectors of 128, so the step waits for memory. docs/modules.md has the figures.
     """
 
     @staticmethod
     def forward(ctx: Any, x0_BI: torch.Tensor, count: int, *parameters: torch.Tensor) -> torch.Tensor:
-        layers = _split(parameters, count)
         saved: list[torch.Tensor] = []
         x_BI = x0_BI
-        for *inner, last, bias_I in layers:
+        for *inner, last, bias_I in _split(parameters, count):
             inputs = [x_BI]
             for matrix in inner:
-                inputs.append(linear(inputs[-1], matrix))
-            factor_BI = linear(inputs[-1], last, bias_I)
+                inputs.append(product(inputs[-1], matrix))
+            apart = adds_bias(x_BI)
+            factor_BI = product(inputs[-1], last) if apart else linear(inputs[-1], last, bias_I)
             saved += [*inputs, factor_BI]
-            x_BI = torch.addcmul(x_BI, x0_BI, factor_BI)
+            out_BI = _like(x0_BI)
+            cross(x_BI, x0_BI, factor_BI, bias_I if apart else None, out_BI)
+            x_BI = out_BI
         ctx.count = count
         ctx.save_for_backward(x0_BI, *parameters, *saved[1:])  # saved[0] is x0
         return x_BI
@@ -105,28 +108,34 @@ class _Crosses(torch.autograd.Function):
         kept = _split([x0_BI, *saved[each * count :]], count)
         of_parameters: list[torch.Tensor | None] = [None] * len(parameters)
         wanted = ctx.needs_input_grad[2:]
-        grad_BI, of_x0_BI = grads[0], None
-        room_BI = torch.empty_like(x0_BI)
+        grad_BI, of_x0_BI, room_BI = grads[0], _like(x0_BI), _like(x0_BI)
         for number in reversed(range(count)):
-            *matrices, _bias = layers[number]
+            *matrices, bias_I = layers[number]
             *inputs, factor_BI = kept[number]
-            if of_x0_BI is None:
-                of_x0_BI = grad_BI * factor_BI
-            else:
-                of_x0_BI.addcmul_(grad_BI, factor_BI)
-            flow = torch.mul(grad_BI, x0_BI, out=room_BI)  # the gradient of the factor, then of what it is made from
+            of_bias_I = bias_I.new_empty(bias_I.shape)
+            cross_backward(
+                grad_BI, x0_BI, factor_BI, bias_I if adds_bias(x0_BI) else None, adds=number < count - 1,
+                first=number == 0, of_x0_BI=of_x0_BI, of_factor_BI=room_BI, of_bias_I=of_bias_I,
+            )  # fmt: skip
+            flow = room_BI  # the gradient of the factor, then of the inputs of its matrices
             place = number * each
             if wanted[place + each - 1]:
-                of_parameters[place + each - 1] = flow.sum(0)
+                of_parameters[place + each - 1] = of_bias_I
             for m in reversed(range(each - 1)):
                 if wanted[place + m]:
                     of_parameters[place + m] = weight_gradient(flow, inputs[m])
                 if m:
                     flow = input_gradient(flow, matrices[m])
-            own = number < count - 1  # the first one belongs to autograd
-            grad_BI = add_input_gradient(grad_BI, flow, matrices[0], in_place=own)
-        assert of_x0_BI is not None
-        return of_x0_BI.add_(grad_BI), None, *of_parameters
+            if number:
+                own = number < count - 1  # the first one belongs to autograd
+                grad_BI = add_input_gradient(grad_BI, flow, matrices[0], in_place=own)
+            else:
+                of_x0_BI = add_input_gradient(of_x0_BI, flow, matrices[0], in_place=True)
+        return of_x0_BI, None, *of_parameters
+
+
+def _like(x_BI: torch.Tensor) -> torch.Tensor:
+    return reused_empty(x_BI.shape, x_BI.dtype, x_BI.device)
 
 
 def _differentiable(

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilerec.ops.backends import reused_empty
 from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
 from tilerec.torch_private import onednn_is_enabled, onednn_linear
 
@@ -47,6 +48,13 @@ def linear(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
     return F.linear(input, weight_OI, bias_O)
 
 
+def product(input: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return `input @ weightᵀ` [B, O], without gradients; large results are in memory that is used again."""
+    if _uses_onednn(input, weight_OI, None):
+        return _product(input, weight_OI)
+    return torch.mm(input, weight_OI.t(), out=_room(input, weight_OI.shape[0]))
+
+
 def input_gradient(grad_BO: Tensor, weight_OI: Tensor) -> Tensor:
     """Return `grad @ weight` [B, I], without gradients of its own."""
     if _uses_onednn(grad_BO, weight_OI.t(), None):
@@ -58,13 +66,16 @@ def add_input_gradient(total_BI: Tensor, grad_BO: Tensor, weight_OI: Tensor, *, 
     """Return `total + grad @ weight` [B, I], without gradients of its own; in_place: `total` may be overwritten."""
     if _uses_onednn(grad_BO, weight_OI.t(), None):
         return _product(grad_BO, weight_OI.t()).add_(total_BI)
-    return total_BI.addmm_(grad_BO, weight_OI) if in_place else torch.addmm(total_BI, grad_BO, weight_OI)
+    out_BI = total_BI if in_place else _room(total_BI, total_BI.shape[1])
+    return torch.addmm(total_BI, grad_BO, weight_OI, out=out_BI)
 
 
 def weight_gradient(grad_BO: Tensor, input_BI: Tensor) -> Tensor:
     """Return `gradᵀ @ input` [O, I], without gradients of its own."""
     if _uses_onednn(grad_BO.t(), input_BI.t(), None):
         return _transposed_product(grad_BO, input_BI)
+    if grad_BO.shape[1] > input_BI.shape[1]:  # MKL takes 17 ms for [64, 2048] @ [2048, 3456], and 26 for its transpose
+        return (input_BI.t() @ grad_BO).t().contiguous()
     return grad_BO.t() @ input_BI
 
 
@@ -74,6 +85,11 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
+
+
+def _room(like: Tensor, width: int) -> Tensor:
+    """Return memory for a result of `like`'s rows."""
+    return reused_empty((like.shape[0], width), like.dtype, like.device)
 
 
 def _uses_onednn(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from tilerec.ops.cross import cpu as cross
 from tilerec.ops.distinct import cpu as distinct
 from tilerec.ops.exchange import cpu as exchange
 from tilerec.ops.hash import cpu as hash
@@ -23,6 +24,7 @@ from tilerec.ops.update import cpu as update
 def register(library: ctypes.CDLL) -> None:
     """Register the kernels over the references."""
     for family in (
-        distinct, exchange, hash, hot, jagged, lookup, marks, quantize, quantized, random, row_file, search, update,
+        cross, distinct, exchange, hash, hot, jagged, lookup, marks, quantize, quantized, random, row_file, search,
+        update,
     ):  # fmt: skip
         LIBRARY.serve("CPU", family.kernels(library))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tilerec.ops.cache import definition as cache
+from tilerec.ops.cross import definition as cross
 from tilerec.ops.distinct import definition as distinct
 from tilerec.ops.exchange import definition as exchange
-from tilerec.ops.gradient import definition as gradient
 from tilerec.ops.hash import definition as hash
 from tilerec.ops.hot import definition as hot
 from tilerec.ops.jagged import definition as jagged
@@ -19,7 +19,7 @@ from tilerec.ops.search import definition as search
 from tilerec.ops.update import definition as update
 
 REFERENCES = (
-    cache, distinct, exchange, gradient, hash, hot, jagged, lookup, marks, quantize, quantized, renew, row_file, search,
+    cache, cross, distinct, exchange, hash, hot, jagged, lookup, marks, quantize, quantized, renew, row_file, search,
     update,
 )  # fmt: skip
-"""Files that define the ops. Importing them registers the reference kernels."""
+"""Files that define the ops. Importing them registers the reference kernels. `lookup` imports those of `gradient`."""

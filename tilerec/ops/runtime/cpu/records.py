@@ -157,6 +157,15 @@ class PackingRecord(ctypes.Structure):
     ]
 
 
+class CrossingRecord(ctypes.Structure):
+    """`tr_crossing` of native/cross.h."""
+
+    _fields_ = [
+        *((name, _P) for name in ("x", "x0", "factor", "bias", "out", "of_x0", "of_factor", "of_bias")),
+        *((name, _I64) for name in ("samples", "features", "adds", "first", "threads")),
+    ]
+
+
 class Zch(ctypes.Structure):
     """`tr_zch` of native/hash.h."""
 
@@ -197,6 +206,7 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
     "tr_parts": PartsRecord,
     "tr_route": RouteRecord,
     "tr_segments": SegmentsRecord,
+    "tr_crossing": CrossingRecord,
     "tr_zch": Zch,
     "tr_zch_resizing": ZchResizing,
 }
