@@ -27,6 +27,7 @@ from tilerec.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, DOCS, PAGES = ROOT / "tilerec", ROOT / "docs", ROOT / "build" / "site" / "pages"
+NOTEBOOKS = ROOT / "examples" / "notebooks"
 CONFIG = ROOT / "mkdocs.yml"
 
 
@@ -36,6 +37,7 @@ def write_pages(pages: Path = PAGES) -> None:
     shutil.copytree(DOCS, pages)
     for page in pages.glob("*.md"):
         page.write_text(with_titles(without_outside_links(page.read_text())))
+    shutil.copytree(NOTEBOOKS, pages / "notebooks")
     made = pages / "reference" / "api"
     made.mkdir(parents=True)
     (made.parent / "cli.md").write_text(command_reference())

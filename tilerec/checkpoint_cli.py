@@ -159,7 +159,6 @@ def compact(path: _Path) -> None:
     print_plain(f"{found}: {'made whole' if made else 'it is whole'}")
 
 
-@checkpoint_app.command()
 def export(
     path: _Path,
     out: Annotated[Path | None, typer.Option(help="The safetensors file to write.")] = None,
@@ -204,7 +203,6 @@ def _check_export(contents: SavedContents, option: str, out: Path | None) -> Non
     check_output(option, out, {"PATH": folders, "the run's file": run})
 
 
-@checkpoint_app.command("import")
 def import_checkpoint(
     folder: Annotated[str, typer.Argument(help="A checkpoint of torch.distributed.checkpoint.")],
     out: Annotated[str, typer.Option(help="The checkpoint to write.")],

@@ -20,6 +20,7 @@ tilerec data convert clicks.tsv --out clicks.parquet text files to Parquet (data
 tilerec checkpoint verify runs/today                look at checkpoints, verify, compare and export them
 tilerec plan synthetic --ranks-per-host 8           plan the sharding and estimate the time of a step (plan_cli/)
 tilerec port train.py --out ported.py               rewrite a program's imports of TorchRec (port_cli.py)
+tilerec plan tables.json --config plan.toml         take options from a file (option_file.py)
 tilerec doctor                                      check this installation (doctor_cli.py)
 tilerec --install-completion                        complete commands and options in the shell
 
@@ -35,11 +36,13 @@ from typing import Annotated
 import typer
 
 from tilerec.calibrate_cli import calibrate
-from tilerec.checkpoint_cli import checkpoint_app
+from tilerec.checkpoint_cli import checkpoint_app, import_checkpoint
+from tilerec.checkpoint_cli import export as export_checkpoint
 from tilerec.command_policy import interrupt_by_exception
 from tilerec.data_cli import data_app
 from tilerec.delta_cli import delta_app
 from tilerec.doctor_cli import doctor, own_version
+from tilerec.option_file import with_config
 from tilerec.plan_cli.app import plan_app
 from tilerec.port_cli import port
 from tilerec.run_cli.commands import add_run_commands
@@ -89,8 +92,10 @@ def recipes() -> None:
 
 
 add_run_commands(app)
-app.command()(calibrate)
-app.command()(stats)
+checkpoint_app.command("export")(with_config(export_checkpoint))
+checkpoint_app.command("import")(with_config(import_checkpoint))
+app.command()(with_config(calibrate))
+app.command()(with_config(stats))
 app.command()(port)
 app.command()(doctor)
 

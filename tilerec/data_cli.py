@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.option_file import with_config
 from tilerec.output_path import check_output
+from tilerec.progress import LOADING, command_phase, read_progress
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ def _root() -> None:
 
 
 @data_app.command()
+@with_config
 def convert(
     files: Annotated[list[str], typer.Argument(help="CSV or TSV files, plain or gzip: files, folders, patterns.")],
     out: Annotated[Path, typer.Option(help="The Parquet file to write.")],
@@ -53,20 +56,11 @@ def convert(
     ] = 1 << 17,
 ) -> None:
     """Convert CSV or TSV files to one Parquet file, in bounded memory, and print statistics of its columns."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    with command_phase(LOADING):
+        from tilerec.data.convert import convert as write_parquet
 
-    from tilerec.data.convert import convert as write_parquet
-
-    console = SafeConsole(stderr=True)
-    columns = (
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rows]:,} rows"),
-        TimeRemainingColumn(),
-    )
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("convert", total=None, rows=0)
+        with read_progress("convert") as update:
             result = write_parquet(
                 files,
                 out,
@@ -76,7 +70,7 @@ def convert(
                 lists=[_list_column(text) for text in lists or []],
                 on_bad_row=on_bad_row,  # type: ignore[arg-type] # checked by the parser
                 rows_per_group=rows_per_group,
-                report=lambda done, total, rows: bar.update(task, completed=done, total=total, rows=rows),
+                report=update,
             )
     except TilerecError as error:
         print_error(str(error))
@@ -89,6 +83,7 @@ def convert(
 
 
 @data_app.command()
+@with_config
 def vocabulary(
     files: Annotated[list[str], typer.Argument(help="Parquet, CSV or TSV files: files, folders, patterns, URLs.")],
     tables: Annotated[
@@ -101,18 +96,15 @@ def vocabulary(
     memory_mb: Annotated[int, typer.Option(help="Memory for the counts, in megabytes.", min=1)] = 256,
 ) -> None:
     """Give each frequent id a row of its own. A run uses the file with ids = "vocabulary" on the table."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.table import Table
     from rich.text import Text
 
-    from tilerec.data.id_counts import vocabulary_file, write_vocabularies
-    from tilerec.recipes.files import file_source
+    with command_phase(LOADING):
+        from tilerec.data.id_counts import vocabulary_file, write_vocabularies
+        from tilerec.recipes.files import file_source
 
-    console = SafeConsole(stderr=True)
-    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rows]:,} rows"), TimeRemainingColumn())
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("vocabulary", total=None, rows=0)
+        with read_progress("vocabulary") as update:
             columns_of = dict(_table_columns(text) for text in tables)
             for name in columns_of:
                 check_output("--out", vocabulary_file(out, name), {"FILES": files})
@@ -123,7 +115,7 @@ def vocabulary(
                 min_count=min_count,
                 max_rows=max_rows,
                 memory_bytes=memory_mb << 20,
-                report=lambda done, total: bar.update(task, completed=done, total=total, rows=done),
+                report=lambda done, total: update(done, total, done),
             )
     except TilerecError as error:
         print_error(str(error))

@@ -12,6 +12,7 @@ import typer
 
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.output_path import check_output_file
+from tilerec.progress import LOADING, command_phase, read_progress
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ def stats(
     ] = "error",
 ) -> None:
     """Read a data set once and write statistics of its ids: count, distinct count, skew."""
-    from tilerec.data.ids import BatchIds, open_ids
-    from tilerec.recipes.registry import make_run
-    from tilerec.train.override import override_all
+    with command_phase(LOADING):
+        from tilerec.data.ids import BatchIds, open_ids
+        from tilerec.recipes.registry import make_run
+        from tilerec.train.override import override_all
 
     try:
         check_output_file("--out", out, shared={"DATA": [data or ""]})
@@ -89,22 +91,11 @@ def stats(
 
 def _gather_statistics(source: IdSource, hot: int) -> Statistics:
     """Read a source; show a progress bar if stderr is a terminal."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
     from tilerec.data.statistics import gather
 
-    console = SafeConsole(stderr=True)
-    columns = (
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rows]:,} samples"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("read", total=source.progress.total or None, rows=0)
-        return gather(
-            source, lambda progress: bar.update(task, completed=progress.done, rows=source.count.rows), hot=hot
-        )
+    with read_progress("read", "samples") as update:
+        total = source.progress.total or None
+        return gather(source, lambda progress: update(progress.done, total, source.count.rows), hot=hot)
 
 
 def _stats_table(found: Statistics) -> Table:

@@ -16,6 +16,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from tilerec.option_file import with_config
 from tilerec.plan_cli.diff import diff
 from tilerec.plan_cli.make import make
 from tilerec.plan_cli.show import explain_table, show
@@ -38,8 +39,8 @@ plan_app = typer.Typer(
     help="Plan the sharding: `tilerec plan SOURCE` makes a plan for a recipe or a list of tables.",
 )
 
-plan_app.command()(make)
-plan_app.command()(show)
+plan_app.command()(with_config(make))
+plan_app.command()(with_config(show))
 plan_app.command("explain")(explain_table)
 plan_app.command()(diff)
-plan_app.command()(whatif)
+plan_app.command()(with_config(whatif))

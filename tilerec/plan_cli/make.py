@@ -10,6 +10,7 @@ import typer
 
 from tilerec.plan_cli.errors import exit_on_error
 from tilerec.plan_cli.options import Batch, Ddr, DType, Hbm, Hosts, Html, PerHost, WhatIfs, WireFormat
+from tilerec.progress import LOADING, command_phase
 from tilerec.spec.gpu_presets import MACHINES
 from tilerec.spec.reserved_memory import RESERVED
 from tilerec.terminal import print_plain
@@ -47,12 +48,13 @@ def make(
     what_ifs: WhatIfs = True,
 ) -> None:
     """Make a plan and write it."""
-    from tilerec.plan_cli.machines import topology_of
-    from tilerec.plan_cli.plan_files import check_outputs, save_plan, write_page
-    from tilerec.plan_cli.sources import TABLE_FILES, StatisticsTable, file_source, recipe_source
-    from tilerec.planner.planner import EmbeddingShardingPlanner
-    from tilerec.planner.report.variation import with_changes
-    from tilerec.planner.reservation import HeuristicalStorageReservation
+    with command_phase(LOADING):
+        from tilerec.plan_cli.machines import topology_of
+        from tilerec.plan_cli.plan_files import check_outputs, save_plan, write_page
+        from tilerec.plan_cli.sources import TABLE_FILES, file_source, recipe_source, with_statistics
+        from tilerec.planner.planner import EmbeddingShardingPlanner
+        from tilerec.planner.report.variation import with_changes
+        from tilerec.planner.reservation import HeuristicalStorageReservation
 
     with exit_on_error():
         began = time.perf_counter()
@@ -61,17 +63,13 @@ def make(
         inputs = {role: [path] for role, path in given.items() if path}
         check_outputs(out, html, inputs, shared={"--data": [data or ""]})
         world = topology_of(topology, machine, hosts, ranks_per_host, device, hbm, ddr)
-        origin = (
-            file_source(Path(source), optimizer)
-            if source.endswith(TABLE_FILES)
-            else recipe_source(source, data, optimizer, world)
-        )
-        constraints = origin.constraints
-        if stats is not None:
-            from tilerec.data.statistics import Statistics
-
-            tables = [StatisticsTable(t.key, t.rows, t.features) for t in origin.tables]
-            constraints = Statistics.load(stats).constraints(tables, like=constraints)
+        with command_phase(f"read the tables of {source}"):
+            origin = (
+                file_source(Path(source), optimizer)
+                if source.endswith(TABLE_FILES)
+                else recipe_source(source, data, optimizer, world)
+            )
+            constraints = origin.constraints if stats is None else with_statistics(origin, stats)
         planner = EmbeddingShardingPlanner(
             world,
             batch_size or origin.batch_size,
@@ -81,15 +79,18 @@ def make(
             cache=cache,
             effort=effort,
         )
-        request = with_changes(planner.request(origin.module or origin.tables), data_type=dtype, wire=wire)
-        plan = planner.make(request)
+        with command_phase("plan"):
+            request = with_changes(planner.request(origin.module or origin.tables), data_type=dtype, wire=wire)
+            plan = planner.make(request)
         seconds = time.perf_counter() - began
         report = plan.report.with_request(request)
         try:
             save_plan(plan, request, out)
         finally:
             # Print the report even if a file cannot be written (the disk may be full). Write first: what-ifs take time.
-            print_plain(report.text(what_would_help=what_ifs))
+            with command_phase("plan what would help"):
+                text = report.text(what_would_help=what_ifs)
+            print_plain(text)
         if html is not None:
             write_page(plan, report, html, what_ifs)
         written = f"{out}" if html is None else f"{out} and {html}"

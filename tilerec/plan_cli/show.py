@@ -10,6 +10,7 @@ import typer
 from tilerec.errors import ConfigError
 from tilerec.plan_cli.errors import exit_on_error
 from tilerec.plan_cli.options import Html, PlanFile, WhatIfs
+from tilerec.progress import command_phase
 from tilerec.terminal import print_plain, print_warning
 
 
@@ -51,7 +52,9 @@ def show(
             print_plain(str(found))
         if report is not None:
             report = with_request_beside(report, plan)
-            print_plain(("\n" if tables else "") + report.text(what_would_help=what_ifs))
+            with command_phase("plan what would help"):
+                text = report.text(what_would_help=what_ifs)
+            print_plain(("\n" if tables else "") + text)
             if html is not None:
                 write_page(found, report, html, what_ifs)
             return

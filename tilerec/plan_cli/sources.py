@@ -95,8 +95,16 @@ def _read(path: Path) -> JsonValue:
         raise ConfigError(f"Tables: {path}: got {error!s:.500}; expected valid YAML. Correct the file.") from error
 
 
+def with_statistics(source: Source, path: Path) -> dict[str, ParameterConstraints]:
+    """Return the constraints of a source with the statistics of a file."""
+    from tilerec.data.statistics import Statistics
+
+    tables = [_StatisticsTable(t.key, t.rows, t.features) for t in source.tables]
+    return Statistics.load(path).constraints(tables, like=source.constraints)
+
+
 @dataclass(frozen=True)
-class StatisticsTable:
+class _StatisticsTable:
     """Table record that `Statistics.constraints` reads."""
 
     name: str

@@ -9,6 +9,7 @@ import typer
 
 from tilerec.plan_cli.errors import exit_on_error
 from tilerec.plan_cli.options import Batch, Ddr, DType, Hbm, Hosts, PerHost, PlanFile, WireFormat
+from tilerec.progress import LOADING, command_phase
 from tilerec.terminal import print_plain
 
 
@@ -24,12 +25,13 @@ def whatif(
     out: Annotated[Path | None, typer.Option(help="Write the varied plan to this file.")] = None,
 ) -> None:
     """Plan again with other machines, batches, data types or wire formats, and compare."""
-    from tilerec.plan_cli.comparison import side_by_side
-    from tilerec.plan_cli.plan_files import check_outputs, files_of, load_request, save_plan
-    from tilerec.planner.make_plan import make_plan
-    from tilerec.planner.planner_error import PlannerError
-    from tilerec.planner.report.variation import with_changes
-    from tilerec.spec.byte_text import bytes_of
+    with command_phase(LOADING):
+        from tilerec.plan_cli.comparison import side_by_side
+        from tilerec.plan_cli.plan_files import check_outputs, files_of, load_request, save_plan
+        from tilerec.planner.make_plan import make_plan
+        from tilerec.planner.planner_error import PlannerError
+        from tilerec.planner.report.variation import with_changes
+        from tilerec.spec.byte_text import bytes_of
 
     with exit_on_error():
         check_outputs(out, None, {"--plan": files_of(plan)})
@@ -44,9 +46,12 @@ def whatif(
             data_type=dtype,
             wire=wire,
         )
-        then = make_plan(other)
+        with command_phase("plan with the changes"):
+            then = make_plan(other)
         try:
-            text = side_by_side(["now", "then"], [make_plan(request).report, then.report])
+            with command_phase("plan without them"):
+                now = make_plan(request)
+            text = side_by_side(["now", "then"], [now.report, then.report])
         except PlannerError as error:
             text = f"now: {error}\n\n{then.report}"
         print_plain(text)

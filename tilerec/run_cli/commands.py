@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from tilerec.option_file import with_config
 from tilerec.run_cli.evaluate import evaluate
 from tilerec.run_cli.export import export
 from tilerec.run_cli.export_index import export_index
@@ -18,14 +19,14 @@ from tilerec.run_cli.train import train
 
 def add_run_commands(app: typer.Typer) -> None:
     """Add the commands, in the order of the help."""
-    app.command()(train)
-    app.command("eval")(evaluate)
-    app.command()(predict)
-    app.command()(quantize)
-    app.command()(export)
-    app.command("export-index")(export_index)
+    app.command()(with_config(train))
+    app.command("eval")(with_config(evaluate))
+    app.command()(with_config(predict))
+    app.command()(with_config(quantize))
+    app.command()(with_config(export))
+    app.command("export-index")(with_config(export_index))
     app.command()(parity)
-    app.command()(serve)
-    app.command("bench-serve")(bench_serve)
-    app.command("serve-files")(serve_files)
-    app.command()(init)
+    app.command()(with_config(serve))
+    app.command("bench-serve")(with_config(bench_serve))
+    app.command("serve-files")(with_config(serve_files))
+    app.command()(with_config(init))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import TilerecError
-from tilerec.run_cli.progress import row_progress
+from tilerec.progress import LOADING, command_phase, row_progress
 from tilerec.run_cli.ranks import run_on_ranks
 from tilerec.terminal import SafeConsole, print_rank_error
 
@@ -40,7 +40,8 @@ def evaluate(
     nproc: Annotated[int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)] = None,
 ) -> None:
     """Print the scores of the newest model of a run on labelled data."""
-    from tilerec.train.trained_run import find_trained
+    with command_phase(LOADING):
+        from tilerec.train.trained_run import find_trained
 
     try:
         trained = find_trained(run).with_settings(set_ or [])
@@ -64,13 +65,15 @@ def _evaluate(
         config = trained.config
         size, place = config.train.eval_batch_size, run_device(device, world.size)
         dataset: Dataset
-        if data is None:
-            dataset = config.task.with_checks(config.data.open())
-            batches = dataset.held_out(size)
-        else:
-            rows = config.task.with_checks(config.data.open_rows((data,), labels=True))
-            dataset, batches = rows, (batch for batch, _ in rows.rows(size))
-        model = trained.load(dataset, place, world)
+        with command_phase("open the data", show=world.rank == 0):
+            if data is None:
+                dataset = config.task.with_checks(config.data.open())
+                batches = dataset.held_out(size)
+            else:
+                rows = config.task.with_checks(config.data.open_rows((data,), labels=True))
+                dataset, batches = rows, (batch for batch, _ in rows.rows(size))
+        with command_phase("load the model", show=world.rank == 0):
+            model = trained.load(dataset, place, world)
         task = config.task.build(dataset, config.train, place, world)
         with row_progress("evaluate", dataset.row_count().rows, show=world.rank == 0) as progress:
             tasks = dict(task.evaluate(model, _counted(batches, progress)).tasks)

@@ -12,6 +12,7 @@ import typer
 
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.output_path import check_output_file
+from tilerec.progress import LOADING, command_phase
 from tilerec.terminal import print_plain, print_rank_error
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def export(
     ] = None,
 ) -> None:
     """Write the newest model of a run, with its weights, to one file that runs without Python."""
-    from tilerec.train.trained_run import find_trained
+    with command_phase(LOADING):
+        from tilerec.train.trained_run import find_trained
 
     try:
         trained = find_trained(run).with_settings(set_ or [])
@@ -63,15 +65,17 @@ def _export(trained: TrainedRun, out: Path, data: str | None, tower: str, strict
     from tilerec.train.world import World
 
     config = trained.config
-    if data is None:
-        dataset = config.data.open()
-        batch = next(iter(dataset.held_out(EXAMPLE_SAMPLES)))
-    else:
-        rows = config.data.open_rows((data,), labels=False)
-        dataset, (batch, _) = rows, next(iter(rows.rows(EXAMPLE_SAMPLES, ())))
-    model = trained.load(dataset, torch.device("cpu"), World(None))
+    with command_phase("load the model"):
+        if data is None:
+            dataset = config.data.open()
+            batch = next(iter(dataset.held_out(EXAMPLE_SAMPLES)))
+        else:
+            rows = config.data.open_rows((data,), labels=False)
+            dataset, (batch, _) = rows, next(iter(rows.rows(EXAMPLE_SAMPLES, ())))
+        model = trained.load(dataset, torch.device("cpu"), World(None))
     model, example = _part(model, batch, tower)
-    write(model, example, out, strict=strict)
+    with command_phase("compile the model"):
+        write(model, example, out, strict=strict)
     manifest = load(out, verify=False).manifest
     print_plain(f"wrote {out}: {out.stat().st_size:,} bytes, {len(manifest.tables)} tables of {trained.folder}")
     for line in (spec.line() for spec in manifest.signature.specs()):

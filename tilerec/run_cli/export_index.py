@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, TilerecError
-from tilerec.run_cli.progress import row_progress
+from tilerec.progress import LOADING, command_phase, row_progress
 from tilerec.run_cli.ranks import run_on_ranks
 from tilerec.terminal import print_plain, print_rank_error
 
@@ -45,7 +45,9 @@ def export_index(
 ) -> None:
     """Write the vectors of all items of a retrieval or next-item run, and optionally a faiss index."""
     from tilerec.retrieval.index_files import check_out
-    from tilerec.train.trained_run import find_trained
+
+    with command_phase(LOADING):
+        from tilerec.train.trained_run import find_trained
 
     try:
         trained = find_trained(run).with_settings(set_ or [])
@@ -89,8 +91,10 @@ def _export(
                 f"{trained.folder}: got a run with task.kind = {kind_of(config.task)!r}; expected 'retrieval' or "
                 "'next_item'. Use `tilerec predict` for this run."
             )
-        model = trained.load(dataset, place, world)
-        index = task.index_vectors(model)
+        with command_phase("load the model", show=world.rank == 0):
+            model = trained.load(dataset, place, world)
+        with command_phase("compute the vectors of items", show=world.rank == 0):
+            index = task.index_vectors(model)
         tower = "" if form == "none" else _query_hash(trained, dataset, model)
         tables: Iterator[tuple[int, pa.Table]] = iter(())
         if rows is not None:

@@ -13,6 +13,7 @@ import typer
 
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.output_path import check_output_file
+from tilerec.progress import LOADING, command_phase
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 if TYPE_CHECKING:
@@ -30,9 +31,11 @@ def init(
 ) -> None:
     """Look at a data set, guess the roles of its columns, and write a first run file."""
     from tilerec.atomic_file import write_file
-    from tilerec.recipes.data_profile import profile_data
-    from tilerec.recipes.guess import guess_roles, run_text
-    from tilerec.train.run_file import run_of_toml, with_paths
+
+    with command_phase(LOADING):
+        from tilerec.recipes.data_profile import profile_data
+        from tilerec.recipes.guess import guess_roles, run_text
+        from tilerec.train.run_file import run_of_toml, with_paths
 
     try:
         check_output_file("--out", out, shared={"DATA": [data]})
@@ -41,11 +44,13 @@ def init(
                 f"--out: got {out}, which exists; expected a new file. Choose another name, or pass --force to "
                 "replace it."
             )
-        profile = profile_data(data, rows)
+        with command_phase(f"look at {data}"):
+            profile = profile_data(data, rows)
         guesses = guess_roles(profile, label)
         text = run_text(profile, _from_folder(data, out), guesses)
         # Opening the data finds a guess that would not train, before the file is written.
-        with_paths(run_of_toml(text), lambda one: os.path.join(out.parent, one)).data.open()
+        with command_phase("check the run file"):
+            with_paths(run_of_toml(text), lambda one: os.path.join(out.parent, one)).data.open()
         SafeConsole().print(_table(guesses))
         write_file(out, text, "Run file")
     except TilerecError as error:

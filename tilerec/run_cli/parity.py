@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import InputError, TilerecError
+from tilerec.progress import LOADING, command_phase
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 if TYPE_CHECKING:
@@ -33,21 +34,25 @@ def parity(
 
     Rounding of compiled sums is no difference.
     """
-    import torch
     from rich.table import Table
 
-    from tilerec.export.loading import load
-    from tilerec.export.parity import parity as compare
-    from tilerec.run_cli.export import one_tower
-    from tilerec.train.trained_run import find_trained
-    from tilerec.train.world import World
+    with command_phase(LOADING):
+        import torch
+
+        from tilerec.export.loading import load
+        from tilerec.export.parity import parity as compare
+        from tilerec.run_cli.export import one_tower
+        from tilerec.train.trained_run import find_trained
+        from tilerec.train.world import World
 
     try:
-        trained = find_trained(run)
-        model = trained.load(trained.config.data.open(), torch.device("cpu"), World(None))
-        model = one_tower(model, tower) if tower else model
-        opened = load(package)
-        found = compare(opened, model, (logged_batch(path, opened.manifest) for path in batches))
+        with command_phase("load both models"):
+            trained = find_trained(run)
+            model = trained.load(trained.config.data.open(), torch.device("cpu"), World(None))
+            model = one_tower(model, tower) if tower else model
+            opened = load(package)
+        with command_phase("compare"):
+            found = compare(opened, model, (logged_batch(path, opened.manifest) for path in batches))
     except TilerecError as error:
         print_error(str(error))
         raise typer.Exit(2) from None

@@ -12,7 +12,7 @@ import typer
 
 from tilerec.errors import TilerecError
 from tilerec.output_path import check_output_file
-from tilerec.run_cli.progress import row_progress
+from tilerec.progress import LOADING, command_phase, row_progress
 from tilerec.run_cli.ranks import run_on_ranks
 from tilerec.terminal import print_plain, print_rank_error
 
@@ -39,7 +39,8 @@ def predict(
     nproc: Annotated[int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)] = None,
 ) -> None:
     """Write predictions with the newest model of a run: key columns and scores, or the best items of each query."""
-    from tilerec.train.trained_run import find_trained
+    with command_phase(LOADING):
+        from tilerec.train.trained_run import find_trained
 
     try:
         trained = find_trained(run).with_settings(set_ or [])
@@ -70,10 +71,12 @@ def _predict(
     try:
         config = trained.config
         place = run_device(device, world.size)
-        dataset = config.data.open_rows((data,), labels=False)
+        with command_phase("open the data", show=world.rank == 0):
+            dataset = config.data.open_rows((data,), labels=False)
         task = config.task.build(dataset, config.train, place, world)
         names = key_columns(dataset, keys or config.data.keys, task.prediction_columns())
-        model = trained.load(dataset, place, world)
+        with command_phase("load the model", show=world.rank == 0):
+            model = trained.load(dataset, place, world)
         tables = task.predict(model, dataset, names, batch_size or config.train.eval_batch_size)
         with row_progress("predict", dataset.row_count().rows, show=world.rank == 0) as progress:
             total = write_predictions(out, tables, rank=world.rank, progress=progress)

@@ -17,7 +17,7 @@ import typer
 
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.output_path import check_output
-from tilerec.run_cli.progress import row_progress
+from tilerec.progress import LOADING, command_phase, row_progress
 from tilerec.terminal import SafeConsole, print_plain, print_rank_error
 
 if TYPE_CHECKING:
@@ -58,13 +58,14 @@ def quantize(
     device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, … Default: that of the run.")] = None,
 ) -> None:
     """Quantize the tables of a trained run: to one type, or with little loss, measured by table on held-out samples."""
-    from tilerec.quantized.row_type import row_type
-    from tilerec.spec.byte_text import bytes_of
-    from tilerec.train.device import run_device
-    from tilerec.train.float_tables import float_tables
-    from tilerec.train.quantized_folder import check_new, write_quantized
-    from tilerec.train.table_types import choose_types, convert_all
-    from tilerec.train.trained_run import find_trained
+    with command_phase(LOADING):
+        from tilerec.quantized.row_type import row_type
+        from tilerec.spec.byte_text import bytes_of
+        from tilerec.train.device import run_device
+        from tilerec.train.float_tables import float_tables
+        from tilerec.train.quantized_folder import check_new, write_quantized
+        from tilerec.train.table_types import choose_types, convert_all
+        from tilerec.train.trained_run import find_trained
 
     try:
         check_new(out)
@@ -81,13 +82,17 @@ def quantize(
         check_output("--out", out, {"--data": [data or ""], **trained.inputs})
         place = run_device(device or trained.config.train.device, 1)
         with tempfile.TemporaryDirectory(prefix=".tilerec-quantize-", dir=_existing(out)) as scratch:
-            dataset, batches = _samples(trained, data, samples if by_data else None)
-            tables = float_tables(trained, dataset, place, Path(scratch) if by_data else None)
+            with command_phase("read the samples"):
+                dataset, batches = _samples(trained, data, samples if by_data else None)
+            with command_phase("load the model"):
+                tables = float_tables(trained, dataset, place, Path(scratch) if by_data else None)
             if by_data:
                 choice = choose_types(tables, _Score(trained, dataset, batches, place), chosen, limit, loss)
             else:
-                choice = convert_all(tables, chosen[0])
-            write_quantized(out, trained, choice, tables.model)
+                with command_phase("convert the tables"):
+                    choice = convert_all(tables, chosen[0])
+            with command_phase(f"write {out}"):
+                write_quantized(out, trained, choice, tables.model)
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None

@@ -31,6 +31,8 @@ def run_on_ranks(function: Callable[..., object], *args: Any, nproc: int | None,
 
     # Processes of a launcher have signal handlers of their own.
     alone = Placement.of(os.environ) is None
+    if alone and nproc is not None and nproc > 1:
+        SafeConsole(stderr=True).print(f"start {nproc} processes", style="dim", highlight=False)
     with _exit_on_sigterm() if alone else contextlib.nullcontext():
         on_ranks(function, *args, nproc=nproc, device=device, report=_report, **options)
 

@@ -15,6 +15,7 @@ import typer
 
 from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.output_path import check_output
+from tilerec.progress import LOADING, command_phase
 from tilerec.run_cli.ranks import run_on_ranks
 from tilerec.stop_signals import RunStopped
 from tilerec.terminal import SafeConsole, print_rank_error
@@ -85,7 +86,9 @@ def train(
     On several ranks (--nproc or torchrun) each rank trains on its share of the same batches, and the scores are the
     same.
     """
-    from tilerec.recipes.registry import make_run
+    with command_phase(LOADING):
+        from tilerec.recipes.registry import make_run
+        from tilerec.train import loop  # noqa: F401 - the modules of a run
 
     try:
         run = make_run(recipe, data)

@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from tilerec.comms.process import ProcessGroupComms
+from tilerec.phase import phase
 from tilerec.train.config import RunConfig
 from tilerec.train.device import run_device
 from tilerec.train.log_folder import open_logs, write_json, write_run
@@ -64,13 +65,16 @@ def train(
         if options.threads:
             torch.set_num_threads(options.threads)
         device = run_device(options.device, world.size)
-        dataset = config.task.with_checks(config.data.open())
-        config.task.check(dataset)
-        world.check_data(dataset)
+        with phase("open the data", console):
+            dataset = config.task.with_checks(config.data.open())
+            config.task.check(dataset)
+            world.check_data(dataset)
         torch.manual_seed(options.seed)
         checkpoints = RunCheckpoints.of(config, world)
-        model = world.build(config, dataset, device, checkpoints.saved_plan(device.type) if checkpoints else None)
-        run = started_run(config, dataset, model, device, world, all_watchers, checkpoints)
+        with phase("build the model", console):
+            model = world.build(config, dataset, device, checkpoints.saved_plan(device.type) if checkpoints else None)
+        with phase("prepare the run", console):
+            run = started_run(config, dataset, model, device, world, all_watchers, checkpoints)
         if config.log_dir and not world.rank:
             logs = open_logs(config, model, run.steps if run.continues else None)
             write_run(config, dataset)
