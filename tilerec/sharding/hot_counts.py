@@ -52,12 +52,12 @@ class HotCounts:
         self.reset()
 
     @staticmethod
-    def of(layout: SharedLayout, asked: int) -> HotCounts | None:
-        """Return counts for tables with hot rows, and for all if `asked` ids of each are wanted; None: no table."""
+    def of(layout: SharedLayout, at_least: int) -> HotCounts | None:
+        """Return counts for tables with hot rows, and for all if `at_least` ids of each are wanted; None: no table."""
         wanted = {}
         for t, table in enumerate(layout.tables):
             head = table.tiling.head
-            most = max(asked, 0 if head is None else 2 * len(head.hot))
+            most = max(at_least, 0 if head is None else 2 * len(head.hot))
             if most:
                 wanted[t] = most
         return HotCounts(layout, wanted) if wanted else None
