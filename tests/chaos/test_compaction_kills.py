@@ -72,9 +72,8 @@ class Case:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("world", "step"), [(1, 31), pytest.param(1, 3, marks=NIGHTLY), pytest.param(2, 1, marks=NIGHTLY)]
-)  # fmt: skip
+@NIGHTLY
+@pytest.mark.parametrize(("world", "step"), [(1, 31), (1, 3), (2, 1)])
 def test_a_kill_at_any_call_of_a_compaction_loses_nothing(
     pool: Pool, tmp_path: Path, world: int, step: int, counts: Counts
 ) -> None:

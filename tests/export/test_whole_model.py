@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     },
 }
 CASES = [(2, name) for name in PLANS] + [(1, "rows"), (3, "rows"), (4, "rows"), (3, "copies")]
+DAILY = [(2, "mixed"), (2, "copies"), (4, "rows")]
 
 
 def _whole(world: int, plan: str) -> nn.Module:
@@ -56,10 +58,10 @@ def _whole(world: int, plan: str) -> nn.Module:
     return first
 
 
-def test_the_manifest_is_the_same_under_ten_plans_and_world_sizes() -> None:
-    assert len(CASES) == 10
+def test_the_manifest_is_the_same_under_every_plan_and_world_size() -> None:
+    assert set(DAILY) < set(CASES)
     wanted = prepared(whole_model(every_kind()), every_batch(3).args()).manifest.to_json()
-    for world, plan in CASES:
+    for world, plan in CASES if os.environ.get("TILEREC_NIGHTLY") == "1" else DAILY:
         model = _whole(world, plan)
         got = prepared(model, every_batch(3).args()).manifest.to_json()
         assert got == wanted, (world, plan)

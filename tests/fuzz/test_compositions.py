@@ -115,7 +115,7 @@ def given_compositions(test: Callable[[Composition], None]) -> Callable[[], None
     """Few and always the same, or (nightly) many from a seed."""
     drawn = given(compositions())(test)
     if not NIGHTLY:
-        return settings(max_examples=60)(drawn)
+        return settings(max_examples=40)(drawn)
     examples = int(os.environ.get("TILEREC_FUZZ_EXAMPLES", "2400"))
     many = settings(max_examples=examples, derandomize=False, suppress_health_check=list(HealthCheck))(drawn)
     return seed(int(os.environ.get("TILEREC_FUZZ_SEED", "0")))(many)
