@@ -54,8 +54,10 @@ DIM = 8
 
 
 def unsharded(seed: int = 0) -> EmbeddingBagCollection:
-    torch.manual_seed(seed)
     model = EmbeddingBagCollection([EmbeddingBagConfig(n, DIM, t, feature_names=[t]) for t, n in ROWS.items()])
+    draw = torch.Generator().manual_seed(seed)  # its own: virtual ranks are threads, which share torch's
+    for weight in model.parameters():
+        weight.data.uniform_(-0.3, 0.3, generator=draw)
     for name, spec in (("rows", RowWiseAdagrad(lr=0.1)), ("one", Adam(lr=0.1)), ("columns", Adam(lr=0.1))):
         apply_optimizer_in_backward(spec, [model.embedding_bags[name].weight])
     return model

@@ -53,9 +53,11 @@ def hot_ids(first: int) -> HotRows:
 
 
 def sharded(group: Group, hot: HotRows | None = None) -> Any:
-    torch.manual_seed(0)
     names = {"t": ["f"], "u": ["g"]}
     module = EmbeddingCollection([EmbeddingConfig(ROWS, DIM, name, feature_names=f) for name, f in names.items()])
+    draw = torch.Generator().manual_seed(0)  # its own: virtual ranks are threads, which share torch's
+    for weight in module.parameters():
+        weight.data.uniform_(-0.1, 0.1, generator=draw)
     apply_optimizer_in_backward(SGD(lr=0.1), module.parameters())
     return shard(module, {name: ParameterSharding("row_wise", wire=WIRE, hot=hot) for name in names}, group)
 
