@@ -53,11 +53,17 @@ HOT = {"rows": [2, 3, 17, 29], "one": [0, 5], "columns": [1, 8, 23]}
 DIM = 8
 
 
-def unsharded(seed: int = 0) -> EmbeddingBagCollection:
+def unattached(seed: int = 0) -> EmbeddingBagCollection:
+    torch.manual_seed(seed)  # for `reset_parameters`
     model = EmbeddingBagCollection([EmbeddingBagConfig(n, DIM, t, feature_names=[t]) for t, n in ROWS.items()])
     draw = torch.Generator().manual_seed(seed)  # its own: virtual ranks are threads, which share torch's
     for weight in model.parameters():
         weight.data.uniform_(-0.3, 0.3, generator=draw)
+    return model
+
+
+def unsharded(seed: int = 0) -> EmbeddingBagCollection:
+    model = unattached(seed)
     for name, spec in (("rows", RowWiseAdagrad(lr=0.1)), ("one", Adam(lr=0.1)), ("columns", Adam(lr=0.1))):
         apply_optimizer_in_backward(spec, [model.embedding_bags[name].weight])
     return model
@@ -313,8 +319,7 @@ def test_hot_rows_beside_rows_on_every_rank_are_refused() -> None:
 
 def test_a_table_with_hot_rows_trains_only_with_an_attached_optimizer_and_is_read_without() -> None:
     def live(group: Group) -> None:
-        torch.manual_seed(0)
-        model = EmbeddingBagCollection([EmbeddingBagConfig(n, DIM, t, feature_names=[t]) for t, n in ROWS.items()])
+        model = unattached()
         own = shard(copy.deepcopy(model), plan(True, group.size), group)
         batch = random_batch(list(ROWS), list(ROWS.values()), 6, seed=group.rank)
         with pytest.raises(ConfigError, match="'rows': it has hot rows and no attached optimizer"):
