@@ -66,7 +66,7 @@ class Arrangements:
         way, pieces, width, cached, head = option
         if head:  # heads are compared with all arrangements without one
             return
-        if limit.types and not is_of(option, limit.types, ranks, topology.host_count):
+        if limit.types and not is_of(option, limit.types, ranks, topology.host_count, ordered=table.ordered):
             return
         if (cached and not (limit.cached and table.attached)) or (not cached and not limit.on_device):
             return

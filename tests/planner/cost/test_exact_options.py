@@ -307,7 +307,7 @@ def test_on_unlike_hosts_whole_tables_cost_what_both_sides_of_their_exchanges_ta
     ids=lambda topology: f"{topology}, {topology.nic}",
 )
 def test_bounds_of_sums_and_of_ordered_ids_are_close_below_the_price(topology: Topology) -> None:
-    """Two fifths of the price where hosts are unlike, an eighth where traffic is not spread as rows are."""
+    """Two fifths of the price where hosts are unlike, a quarter where traffic is not spread as rows are."""
     duplex = topology.compute_device == "cuda"
     topology = measured(topology, duplex, links=True)
     for table in (TABLES[1], dataclasses.replace(TABLES[1], skew=Skew(ROWS, 1.05, ordered=True))):
@@ -326,10 +326,12 @@ def test_bounds_of_sums_and_of_ordered_ids_are_close_below_the_price(topology: T
             lower, searched = (
                 evaluate(instance, np.array([o]), [places]) for instance in (problem.lower, problem.instance)
             )
-            least = 0.42 if table.skew is None else 0.13
+            least = 0.42 if table.skew is None else 0.27
             assert least * priced.seconds < lower.cost / 1e12 <= priced.seconds * (1 + 2e-5), option
             assert 0.65 * priced.seconds < searched.cost / 1e12 < 3 * priced.seconds, option
-            assert np.all(lower.memory <= priced.memory * (1 + 1e-6) + 2), option
+            uneven = table.skew is not None and option.way in (Way.ROWS, Way.GRID)  # a bound knows the sum
+            pairs = [x.sum(0) if uneven else x for x in (lower.memory, priced.memory)]
+            assert np.all(pairs[0] <= pairs[1] * (1 + 1e-6) + 2 * topology.world_size), option
             if table.skew is None:
                 assert lower.memory.sum() > 0.9 * priced.memory.sum(), option
 

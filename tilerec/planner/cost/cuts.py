@@ -5,7 +5,7 @@ Legend: T tables, n some tables, k pieces.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,60 @@ def heads_of(work: Workload, head: float) -> Ints:
     return np.where(work.ordered, rows, np.minimum(rows, work.named))
 
 
+class Levels(NamedTuple):
+    """Where equal pieces of some tables in frequency order end, whatever their number.
+
+    The level of a row is the part of all pieces below it. It is linear between knots.
+
+    Args:
+        first, ends: [n, 1] rows that are split: from the end of a head to the last row. knots: [n, m] rows.
+        density: [n, m - 1] level of each row behind a knot. level: [n, m] at the knots, from 0 to 1.
+    """
+
+    first: Ints
+    ends: Ints
+    knots: Floats
+    density: Floats
+    level: Floats
+
+
+class RangesByFrequency:
+    """Ranges of rows of all tables in frequency order, each with an equal number of the ids that travel.
+
+    tables: [n] these tables.
+    """
+
+    def __init__(self, model: Model, tables: Ints) -> None:
+        self.model, self.tables = model, tables
+        self._levels: dict[tuple[float, bytes], Levels] = {}
+
+    def levels(self, pieces: int, head: float) -> Levels:
+        """Return the levels for so many pieces behind a head; numbers with the same repeated ids have the same."""
+        model = self.model
+        once = model.sent_once(np.arange(len(model.workload.bags)), (1.0 - head) * (1.0 - 1.0 / pieces))
+        key = head, once.tobytes()
+        if key not in self._levels:
+            self._levels[key] = _levels(model, self.tables, once, head)
+        return self._levels[key]
+
+    def cuts(self, pieces: int, head: float, which: Ints) -> Ints:
+        """Return [n, m] the first rows of the pieces `which` [m], up to `pieces` for the end of the last one.
+
+        Pieces need a row each. So the cuts at the most frequent rows move up, and then others may.
+        """
+        first, ends, knots, density, level = self.levels(pieces, head)
+        wanted = which / pieces
+        at = np.stack([(level[:, 1:-1] < each).sum(1) for each in wanted.tolist()], axis=1)
+        line = np.arange(len(knots))[:, None]
+        rest = (wanted - level[line, at]) / np.maximum(density[line, at], 1e-300)
+        cut = knots[line, at] + np.clip(rest, 0.0, 1.0) * (knots[line, at + 1] - knots[line, at])
+        inner = np.floor(cut + 0.5).astype(np.int64)
+        least = np.minimum(first + which, ends)
+        inner = np.minimum(np.maximum(inner, least), np.maximum(ends - pieces + which, least))
+        found: Ints = np.where(which == 0, first, np.where(which == pieces, ends, inner))
+        return found
+
+
 def row_cuts(model: Model, tables: Ints, pieces: int, head: float = 0.0) -> Ints:
     """Return [n, k + 1] cuts such that each piece gets an equal number of the ids that travel, if memory allows.
 
@@ -43,6 +97,14 @@ def row_cuts(model: Model, tables: Ints, pieces: int, head: float = 0.0) -> Ints
 
     in shares of the table is the most that a piece gets, in means. For tables whose ids are numbered by frequency.
     """
+    nth = np.arange(pieces + 1)
+    cuts = RangesByFrequency(model, tables).cuts(pieces, head, nth)
+    # Measured frequencies may rise a little from one row to the next; cuts never come back.
+    inner = np.maximum.accumulate(cuts[:, :-1] - nth[:-1], axis=1) + nth[:-1]
+    return np.concatenate([np.minimum(inner, cuts[:, -1:]), cuts[:, -1:]], axis=1)
+
+
+def _levels(model: Model, tables: Ints, once: Bools, head: float) -> Levels:
     work = model.workload
     first, ends = head_rows(work.rows[tables], head)[:, None], work.rows[tables][:, None]
     rows = (ends - first).astype(np.float64)
@@ -51,7 +113,6 @@ def row_cuts(model: Model, tables: Ints, pieces: int, head: float = 0.0) -> Ints
     edges = np.broadcast_to(work.laws.edges - 1.0, (len(tables), len(work.laws.edges)))
     knots = np.clip(np.concatenate([edges, law, ends], axis=1), first, ends)
     knots.sort(axis=1)
-    once = model.sent_once(np.arange(len(work.bags)), (1.0 - head) * (1.0 - 1.0 / pieces))
     sent, held = _sent_below(model, tables, knots, once), (knots - first) / rows
     sent = (sent - sent[:, :1]) / np.maximum(1.0 - sent[:, :1], 1e-300)
     most = np.max(sent[:, 1:] / (1.0 - (1.0 - held[:, 1:]) / model.longest_range), axis=1)[:, None]
@@ -60,18 +121,7 @@ def row_cuts(model: Model, tables: Ints, pieces: int, head: float = 0.0) -> Ints
     level = np.zeros_like(knots)
     np.add.accumulate(density, axis=1, out=level[:, 1:])
     # The sum is 1, or less if no id is read behind the head.
-    density, level = density / level[:, -1:], level / level[:, -1:]
-    wanted = np.arange(1, pieces) / pieces
-    line = np.arange(len(tables))[:, None]
-    at = np.stack([np.searchsorted(own, wanted, side="left") for own in level[:, 1:-1]])
-    rest = (wanted - level[line, at]) / np.maximum(density[line, at], 1e-300)
-    cut = knots[line, at] + np.clip(rest, 0.0, 1.0) * (knots[line, at + 1] - knots[line, at])
-    # Each piece has a row, if there are enough.
-    nth = np.arange(1, pieces)
-    inner = np.maximum.accumulate(np.floor(cut + 0.5).astype(np.int64) - nth, axis=1) + nth
-    least = np.minimum(first + nth, ends)
-    inner = np.minimum(np.maximum(inner, least), np.maximum(ends - pieces + nth, least))
-    return np.concatenate([first, inner, ends], axis=1)
+    return Levels(first, ends, knots, density / level[:, -1:], level / level[:, -1:])
 
 
 def distinct_below(model: Model, tables: Ints, rows: Any, once: Bools) -> Floats:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tilerec.planner.cost.allowed import Allowed
+from tilerec.planner.cost.cuts import RangesByFrequency
 from tilerec.planner.cost.home_side import HostFactors, home_network
 from tilerec.planner.cost.model import NETWORK_OF_STAGE, NETWORK_STAGES, STAGE_OF_NETWORK, Model
 from tilerec.planner.cost.portable import Floats
@@ -72,6 +73,7 @@ class OptionAmounts:
         self.part_filled[work.table[work.ids_per_bag < 1.0]] = True
         # If a second instance serves as the bound, memory is that of the longest range of rows.
         self.rounded_up = not self.exact and not lower
+        self.ranges = RangesByFrequency(model, np.flatnonzero(work.ordered))
         # Tables whose traffic is spread over pieces in a way that a bound does not know.
         self.unknown = work.ordered & lower
 

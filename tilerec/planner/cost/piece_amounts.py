@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tilerec.planner.cost.copies_amounts import Head, add_head
-from tilerec.planner.cost.cuts import distinct_below, heads_of, row_cuts
+from tilerec.planner.cost.cuts import distinct_below, heads_of
 from tilerec.planner.cost.host_sums import sums_inside_hosts
 from tilerec.planner.cost.hot_reads import HotReads
 from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES
@@ -24,6 +24,8 @@ from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.ways import Option, Way
 from tilerec.planner.cost.workload import Bools, Ints
 
+MANY_RANGES = 8
+"""Of more ranges of ordered ids, one more than so many are looked at."""
 ROW_CHANGE = 1.0 / 64  # relative change of a range of rows, to measure how its present bags depend on its rows
 
 
@@ -46,7 +48,7 @@ def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
 
 
 class Ranges(NamedTuple):
-    """Parts of each table in one range of its rows, [T] each.
+    """Parts of each table in one range of its rows, [T] each. In a bound these are the means of all ranges.
 
     Args:
         reads: share of the ids. rows: of the rows. distinct: of the distinct rows in the batches of all ranks. once: of
@@ -65,7 +67,8 @@ class PieceAmounts:
 
     columns, rows: column blocks, and ranges of rows in each of them. parts: messages of a home. on: ranks of a piece.
     once: [F] features whose ids homes send once each. ranges: shares [T] of a table in one range of rows, the range
-    that costs most (in a bound: least). share: [n] of its rows. P, N: present bags and ids of a range, for each home.
+    that costs most (in a bound: the mean). share: [n] of its rows. uneven: some tables have uneven ranges.
+    P, N: present bags and ids of a range, for each home.
     home_P, home_N: the same for a home's sum over ranges; home_items: bags, or ids of a sequence, to write there.
     whole_P, whole_N, whole_payload: of the whole table. more_P, more_N, more_payload: repetitions in the batch of the
     owner of a whole table, which do not travel. payload, home_payload: bytes of ids. kept: part of the present bags
@@ -91,24 +94,23 @@ class PieceAmounts:
         self.head = head = self._head(distinct)
         self.even = even = (1.0 - head.reads) / rows
         self.even_once = even_once = (1.0 - head.once) / rows
-        self.ranges = ranges = self._largest_range()
-        self.share, self.uneven = ranges.rows[t], ranges.reads is not even
-        self.P, self.N, lengths = (x[t] for x in work.present(ranges.reads, distinct, ranges.once))
+        self.uneven = rows > 1 and len(amounts.ranges.tables) > 0
+        self.ranges = ranges = self._ranges()
+        self.share = ranges.rows[t]
+        self.P, self.N, lengths = self._in_a_range(distinct)
+        least = lower and self.uneven
         self.home_P, self.home_N, home_lengths = (
-            (x[t] for x in work.present(even, distinct, even_once)) if self.uneven else (self.P, self.N, lengths)
+            (x[t] for x in work.present(even, distinct, even_once))
+            if self.uneven and not least
+            else (self.P, self.N, lengths)
         )
-        self.home_items = work.present(even)[0][t] if once.any() else self.home_P
+        self.home_items = self.home_P
+        if once.any():
+            self.home_items = (self._least_present(None, 1)[0] if least else work.present(even)[0])[t]
         behind = 1.0 - head.reads
         whole = [x[t] for x in work.present(behind, distinct, 1.0 - head.once)]
         self.whole_P, self.whole_N = whole[:2]
         self.whole_payload = amounts.payload_of(t, 1.0, behind[t], *whole[1:])
-        if lower and self.uneven:
-            # All ranges together have at least the bags of the whole table.
-            self.home_P, self.home_N, home_lengths = (
-                np.where(work.ordered[t], least / rows, known)
-                for least, known in zip(whole, (self.home_P, self.home_N, home_lengths), strict=True)
-            )
-            self.home_items = np.where(work.ordered[t], work.present(behind)[0][t] / rows, self.home_items)
         shorter = 1.0 - ROW_CHANGE
         fewer = work.present(ranges.reads * shorter, distinct, ranges.once * shorter)[0][t]
         self.kept = np.clip(1.0 - (1.0 - fewer / np.maximum(self.P, 1e-300)) / ROW_CHANGE, 0.0, 1.0)
@@ -127,12 +129,8 @@ class PieceAmounts:
             self.written = sums_inside_hosts(
                 model, on, self.parts, even, even, t, np.full(len(once), -1.0), lower=lower
             )
-        if lower and self.uneven:
-            # A sum has at least the bags of its smallest member, and all sums of a home those of the whole table.
-            self.sent = np.where(work.ordered[t], self.P / self.sums.most * self.sums.turn, self.sent)
-            self.home_sums = np.where(work.ordered[t], self.whole_P, self.home_sums)
-            least = np.where(work.ordered[t], work.present(behind)[0][t], self.written.home)
-            self.written = self.written._replace(home=least)
+        if least and on > 1:
+            self._count_least_sums(distinct)
 
     def _head_rows(self) -> Ints:
         """Return [T] the rows of the head of each table."""
@@ -175,36 +173,86 @@ class PieceAmounts:
         payload = amounts.payload_of(t, 1.0, reads[t], N, lengths)
         return Head(first, rows, reads, once, part, P, N, payload, work.present(reads)[0][t])
 
-    def _largest_range(self) -> Ranges:
-        """Return the shares of the range with most of them; in a bound, least.
+    def _ranges(self) -> Ranges:
+        """Return the shares of the range with most of them; in a bound, the means of all ranges.
 
-        The ranges of tables with ordered ids are uneven (`row_cuts`); those of other tables are even.
+        The ranges of tables with ordered ids are uneven; those of other tables are even.
         """
-        amounts, even = self.amounts, self.even
-        work, model, head = amounts.work, amounts.model, self.head
-        missed = model.missed * even if self.option.cached else even
-        cut = np.flatnonzero(work.ordered) if self.rows > 1 else np.zeros(0, np.int64)
-        shares = even, even, even, even, missed
-        if self.hot_rows.any():  # every row is in a range
-            rows = np.full(len(even), 1.0 / self.rows)
-            shares = even, rows, (1.0 - head.distinct) / self.rows, (1.0 - head.once) / self.rows, missed
-        if not len(cut):
-            return Ranges(*shares)
-        found = Ranges(*(x.copy() for x in shares))
-        cuts = row_cuts(model, cut, self.rows, self.option.head)
-        some = np.min if amounts.lower else np.max
-        table = cut[:, None]
-        every = np.maximum(model.all_distinct[table], 1e-300)
-        found.reads[cut] = some(np.diff(work.share(table, 0, cuts), axis=1), axis=1)
-        found.rows[cut] = some(np.diff(cuts, axis=1) / work.rows[cut][:, None], axis=1)
-        found.distinct[cut] = some(np.diff(model.seen(amounts.ranks).between(table, 0, cuts), axis=1) / every, axis=1)
-        if self.once.any():
-            found.once[cut] = some(np.diff(distinct_below(model, cut, cuts, self.once), axis=1), axis=1)
+        amounts, even, head = self.amounts, self.even, self.head
+        work, model = amounts.work, amounts.model
+        before = np.where(work.ordered, head.rows, 0) / work.rows  # rows of a head that no range has
+        rows, distinct = (1.0 - before) / self.rows, (1.0 - head.distinct) / self.rows
+        means = Ranges(even, rows, distinct, self.even_once, model.missed * even if self.option.cached else even)
+        cut = amounts.ranges.tables
+        if not self.uneven or (amounts.lower and not self.option.cached):
+            return means
+        found = Ranges(*(x.copy() for x in means))
+        # Ranges get longer, and less is read of them. A few of many tell the most; a bound needs all.
+        few = self.rows > MANY_RANGES and not amounts.lower
+        which = np.unique(np.arange(MANY_RANGES + 1) * (self.rows - 1) // MANY_RANGES) if few else np.arange(self.rows)
+        table, low, high = cut[:, None], self._cuts(which), self._cuts(which + 1)
         if self.option.cached:
-            low, high = cuts[:, :-1].reshape(-1), cuts[:, 1:].reshape(-1)
-            moved = model.missed_in(np.repeat(cut, self.rows), low, high)
-            found.missed[cut] = some(moved.reshape(len(cut), self.rows), axis=1)
+            moved = model.missed_in(np.repeat(cut, len(which)), low.reshape(-1), high.reshape(-1)).reshape(low.shape)
+            found.missed[cut] = np.min(moved, axis=1) if amounts.lower else np.max(moved, axis=1)
+        if amounts.lower:
+            return found
+        every = np.maximum(model.all_distinct[table], 1e-300)
+        found.reads[cut] = np.max(work.share(table, low, high), axis=1)
+        found.rows[cut] = np.max((high - low) / work.rows[table], axis=1)
+        found.distinct[cut] = np.max(model.seen(amounts.ranks).between(table, low, high) / every, axis=1)
+        if self.once.any():
+            below = distinct_below(model, cut, np.concatenate([low, high], axis=1), self.once)
+            found.once[cut] = np.max(below[:, len(which) :] - below[:, : len(which)], axis=1)
         return found
+
+    def _cuts(self, which: Ints) -> Ints:
+        """Return [n, m] the first rows of ranges `which` [m] of tables with ordered ids."""
+        ranges = self.amounts.ranges
+        if self.option.way is Way.GRID:  # grids have even rows
+            rows = ranges.model.workload.rows[ranges.tables][:, None]
+            return np.minimum(-(-rows // self.rows) * which, rows)
+        return ranges.cuts(self.rows, self.option.head, which)
+
+    def _in_a_range(self, distinct: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return [n] present bags and ids of a range for each home, and the lengths that it receives."""
+        work, ranges, t = self.model.workload, self.ranges, self.t
+        if not (self.amounts.lower and self.uneven):
+            P, N, lengths = (x[t] for x in work.present(ranges.reads, distinct, ranges.once))
+            return P, N, lengths
+        P, N = self._least_present(distinct, 1)
+        # The ranges with few reads may send no lengths.
+        lengths = np.where(work.ordered, 0.0, work.present(self.even, distinct, self.even_once)[2])
+        return P[t], N[t], lengths[t]
+
+    def _least_present(self, distinct: Floats | None, members: int) -> tuple[Floats, Floats]:
+        """Return [T] bags and ids in so many neighbouring ranges, which the mean over all such groups is not below.
+
+        Present bags are a concave function of the reads: at half of the reads there are at least half as many. So the
+        mean is least if groups have the most reads that one can have, or none.
+        """
+        found, cut, work = self.even * float(members), self.amounts.ranges.tables, self.amounts.work
+        ends = self._cuts(np.array([0, members]))
+        # The first ranges are read most. Cuts are between whole rows, so others have a row more at most at each end.
+        low, high = ends[:, :1], np.concatenate([ends[:, 1:], ends[:, :1] + 1], axis=1)
+        first, row = work.share(cut[:, None], low, high).T
+        most = found.copy()
+        most[cut] = np.clip(first + 2.0 * row, found[cut], (self.even * float(self.rows))[cut])
+        part = found / np.maximum(most, 1e-300)
+        once = self.even_once * float(members) / np.maximum(part, 1e-300)
+        P, N, _ = self.model.workload.present(most, distinct, once)
+        return P * part, N * part
+
+    def _count_least_sums(self, distinct: Floats) -> None:
+        """Count the sums inside hosts of tables with ordered ids, for a bound."""
+        amounts, t, members = self.amounts, self.t, int(self.sums.most)
+        neighbours = all(host == tuple(range(host[0], host[-1] + 1)) for host in amounts.topology.host_ranks)
+        if self.on == amounts.ranks and not neighbours:
+            members = self.rows  # all sums of a home have at least the bags of the whole table
+        ordered, sums = amounts.work.ordered[t], float(self.columns * self.rows) / members
+        union, items = (self._least_present(one, members)[0][t] for one in (distinct, None))
+        self.sent = np.where(ordered, union / members * self.sums.turn, self.sent)
+        self.home_sums = np.where(ordered, union * sums, self.home_sums)
+        self.written = self.written._replace(home=np.where(ordered, items * sums, self.written.home))
 
     def add_exchanges(self) -> None:
         """Add ids, rows and gradients on links inside hosts and on the network, on both sides."""
@@ -284,7 +332,7 @@ class PieceAmounts:
         rows = self.direct * parts * self.home_items + self.merge * self.written.home
         amounts.put(amounts.home, o, t, "gradients", rows * placed)
         if self.on > 1:  # on the host of the pieces, rows of the members arrive one by one
-            items = amounts.work.present(self.ranges.reads)[0][t]
+            items = self.home_items if amounts.lower else amounts.work.present(self.ranges.reads)[0][t]
             rows = self.merge * np.maximum(self.sums.apart * items - self.written.union, 0.0)
             amounts.put(amounts.cost, o, t, "gradients", rows * placed)
 
@@ -338,10 +386,13 @@ class PieceAmounts:
         # The first range is the longest one, the last the shortest.
         fair = np.maximum(self.share * work.rows[t], 1e-300)
         last = np.maximum(work.rows[t] - (self.rows - 1.0) * np.ceil(fair), 0.0)
-        length = fair if self.uneven else np.ceil(fair) if amounts.rounded_up else last
+        grid, uneven = self.option.way is Way.GRID, work.ordered[t] & (self.rows > 1)
+        length = np.where(uneven & (not grid), fair, np.ceil(fair) if amounts.rounded_up else last)
         weights = model.weights(t, length, width)
         # Present bags are a concave function of the rows: a longer range has at most proportionally more of them.
         part = length / fair
+        if amounts.lower and grid:  # the ranks of a host may have other batches than the mean
+            part = np.where(uneven, 0.0, part)
         buffers = part * ranks * (self.payload * copies + self.P * width * work.wide + self.N * KEY_BYTES)
         # The owner of a whole table also has a larger batch of its own.
         more = self.more_payload * copies + self.more_P * width * work.wide
@@ -356,9 +407,9 @@ class PieceAmounts:
             weights = model.lines(t, length, width)
         amounts.memory[t, o, model.tier] += np.floor(weights + buffers).astype(np.int64)
         amounts.home_memory[t, o, model.tier] += np.floor(beyond * part).astype(np.int64)
-        amounts.divisible[t, o] = (
-            self.option.way is Way.ROWS and self.rows > 1 and not self.option.head
-        ) & ~work.ordered[t]
+        # A bound knows the means of uneven ranges, as of those whose shares the search may change.
+        if self.option.way is Way.ROWS and self.rows > 1:
+            amounts.divisible[t, o] = np.where(work.ordered[t], amounts.lower, self.option.head == 0.0)
         # Uneven ranges have fewer present bags in total, though not fewer than the whole table.
         buffers = self.whole_payload * copies + self.whole_P * width * work.wide
         buffers = ranks * (buffers + self.whole_N * KEY_BYTES)
