@@ -3,6 +3,8 @@
 #include <immintrin.h>
 #endif
 
+#include <type_traits>
+
 #include "hash.h"
 
 namespace tilerec {
@@ -335,11 +337,61 @@ void zch_bucket_run(const int64_t* ids, int64_t buckets, int64_t* out, int64_t b
 // So hash - q d is in [0, 2 d), which fits 64 bits for d < 2^63.
 void hash_row_run(const int64_t* ids, int64_t count, int64_t rows, int64_t first_row, int64_t* out) {
   const uint64_t d = (uint64_t)(rows - first_row), m = UINT64_MAX / d, first = (uint64_t)first_row;
-  for (int64_t i = 0; i < count; i++) {
+  int64_t i = 0;
+#if defined(__AVX512DQ__)
+  // GCC 12 multiplies 32-bit halves by `vpmullq`, three times as expensive as `vpmuludq`: 1.05 against 0.81 ns per id.
+  const auto all = [](uint64_t value) { return _mm512_set1_epi64((int64_t)value); };
+  const __m512i divisor = all(d), m0 = all(m), m1 = all(m >> 32), low_half = all(0xffffffffu);
+  for (; i + 8 <= count; i += 8) {
+    __m512i x = _mm512_loadu_si512(ids + i);
+    x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 30)), all(0xbf58476d1ce4e5b9u));
+    x = _mm512_mullo_epi64(_mm512_xor_si512(x, _mm512_srli_epi64(x, 27)), all(0x94d049bb133111ebu));
+    x = _mm512_xor_si512(x, _mm512_srli_epi64(x, 31));
+    const __m512i x1 = _mm512_srli_epi64(x, 32);
+    const __m512i middle = _mm512_add_epi64(_mm512_mul_epu32(x1, m0), _mm512_srli_epi64(_mm512_mul_epu32(x, m0), 32));
+    const __m512i low = _mm512_add_epi64(_mm512_mul_epu32(x, m1), _mm512_and_si512(middle, low_half));
+    const __m512i q = _mm512_add_epi64(_mm512_add_epi64(_mm512_mul_epu32(x1, m1), _mm512_srli_epi64(middle, 32)), _mm512_srli_epi64(low, 32));
+    const __m512i rest = _mm512_sub_epi64(x, _mm512_mullo_epi64(q, divisor));
+    // Below the divisor, the difference wraps and is the larger one.
+    const __m512i row = _mm512_min_epu64(rest, _mm512_sub_epi64(rest, divisor));
+    _mm512_storeu_si512(out + i, _mm512_add_epi64(row, all(first)));
+  }
+#endif
+  for (; i < count; i++) {
     const uint64_t hash = zch_mix((uint64_t)ids[i]);
     const uint64_t rest = hash - high_half(hash, m) * d, less = rest - d;
     out[i] = (int64_t)((rest < d ? rest : less) + first);
   }
+}
+
+// Ids are hashed a block at a time, while they are in the first cache.
+constexpr int64_t kTakeBlock = 512;
+
+template <class Item, class Index>
+int64_t take_items(const Take& call) {
+  using Place = std::make_unsigned_t<Index>;  // as such, negative numbers are above all others
+  const Item* items = (const Item*)call.items;
+  const Index* order = (const Index*)call.order;
+  Item block[kTakeBlock];
+  for (int64_t part = 0; part < call.parts; part++) {
+    Item* out = (Item*)call.outs[part];
+    for (int64_t left = call.counts[part]; left > 0;) {
+      const int64_t count = least(left, kTakeBlock);
+      Place most = 0;
+      for (int64_t i = 0; i < count; i++) most = most < (Place)order[i] ? (Place)order[i] : most;
+      if ((uint64_t)most >= (uint64_t)call.count) return order - (const Index*)call.order;
+      Item* to = call.rows > 0 ? block : out;
+      for (int64_t i = 0; i < count; i++) to[i] = items[order[i]];
+      if (call.rows > 0) hash_row_run((const int64_t*)block, count, call.rows, call.first_row, (int64_t*)out);
+      order += count, out += count, left -= count;
+    }
+  }
+  return order - (const Index*)call.order;
+}
+
+int64_t take_items_run(const Take& call) {
+  if (call.item_bytes == 8) return call.index_bytes == 4 ? take_items<int64_t, int32_t>(call) : take_items<int64_t, int64_t>(call);
+  return call.index_bytes == 4 ? take_items<int32_t, int32_t>(call) : take_items<int32_t, int64_t>(call);
 }
 
 }  // namespace TILEREC_ISA

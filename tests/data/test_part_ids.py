@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
+from tilerec.data.chosen_rows import ChosenRows
 from tilerec.data.fields import BagIds
 from tilerec.data.part_ids import PartIds, gather_ids, join_ids
 from tilerec.data.pooled_memory import Blocks
@@ -40,7 +41,7 @@ def test_parts_get_the_bags_of_their_rows(
     rows = [bag for group in groups for bag in group]
     chosen = [data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=12)) for _ in range(2)]
     parts = [PartIds(3, len(one), room, weighted=weighted, blocks=Blocks()) for one in chosen]
-    orders = [np.array(one, np.int64) for one in chosen]
+    orders = ChosenRows([np.array(one, np.int64) for one in chosen])
     for with_weights in (weighted, False, weighted):
         gather_ids([_bag_ids(group, with_weights) for group in groups], parts, orders)
     for part, one in zip(parts, chosen, strict=True):
