@@ -171,7 +171,7 @@ def check_take_items(
             "it with items.new_empty()."
         )
     for out, start, count in zip(outs, starts, counts, strict=True):
-        if not 0 <= start <= start + count <= len(out):
+        if not 0 <= start <= start + count <= out.numel():
             raise InputError(
                 f"{op}: got {count} items from {start} on for out of {out.shape[0]}; expected room for them. Pass more."
             )

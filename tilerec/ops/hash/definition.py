@@ -58,6 +58,8 @@ from tilerec.ops.hash.state import (
 )
 from tilerec.ops.hash.state import AssignOptions as AssignOptions
 from tilerec.ops.hash.state import empty_state as empty_state
+from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
+from tilerec.ops.runtime.library import LIBRARY
 
 _OPS = torch.ops.tilerec
 
@@ -93,7 +95,11 @@ def take_items_(
     Raises:
         InputError: a number in `order_M` outside of [0, n), or memory without room for its part.
     """
-    _OPS.take_items_.default(items_n, order_M, counts, outs, starts, rows, first_row)
+    args = items_n, order_M, counts, outs, starts, rows, first_row
+    if items_n.device.type == "cpu" and can_bypass_dispatcher((items_n, order_M, *outs)):
+        LIBRARY.cpu_kernels["take_items_"](*args)  # torch's boxing of tens of parts takes longer than small columns
+    else:
+        _OPS.take_items_.default(*args)
 
 
 def zch_find(ids_N: Tensor, state: HashState, table: HashRange) -> Found:
