@@ -171,14 +171,14 @@ def test_a_message_that_fails_raises_at_the_turn_of_its_batch(monkeypatch: pytes
         if routed.features is batches[2].features:
             raise InputError("the message is lost")
 
-    def fn(group: Group) -> tuple[int, int]:
+    def fn(group: Group) -> int:
         model = model_of(group)
-        pipeline, iterator, before = TrainPipelineSparseDist(model, dense_optimizer(model), CPU), iter(batches), 0
+        pipeline, iterator = TrainPipelineSparseDist(model, dense_optimizer(model), CPU), iter(batches)
+        pipeline.progress(iterator)
+        pipeline.progress(iterator)
         with pytest.raises(InputError, match="the message is lost"):
-            for _ in batches:
-                pipeline.progress(iterator)
-                before += 1
-        return before, len(pipelined(pipeline, iterator))
+            pipeline.progress(iterator)
+        return len(pipelined(pipeline, iterator))
 
     monkeypatch.setattr(RoutedFeatures, "receive", receive)
-    assert run_virtual_ranks(1, fn) == [(2, 3)]
+    assert run_virtual_ranks(1, fn) == [3]
