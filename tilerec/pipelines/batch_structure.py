@@ -49,7 +49,7 @@ def _leaves(path: Path, node: Any, above: set[int]) -> Iterator[tuple[Path, Any]
 
 
 def _children(node: Any) -> list[tuple[tuple[bool, Any], Any]]:
-    names = _field_names(type(node))  # first, because most batches are dataclasses; None for a class itself
+    names = _field_names(node.__class__)  # first, because most batches are dataclasses; None for a class itself
     if names is not None:
         return [((False, name), getattr(node, name)) for name in names if hasattr(node, name)]
     if isinstance(node, Mapping):
