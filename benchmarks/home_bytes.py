@@ -32,6 +32,9 @@ class Answered:
     def wait(self) -> Tensor:
         return self.output
 
+    def is_done(self) -> bool:
+        return True
+
 
 class OneOfMany(Group):
     """One rank of a group whose other ranks have empty batches. It counts messages, and sends none."""

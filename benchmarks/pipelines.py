@@ -70,6 +70,9 @@ class SlowHandle:
         time.sleep(max(0.0, self._end - time.perf_counter()))
         return result
 
+    def is_done(self) -> bool:
+        return time.perf_counter() >= self._end and bool(self._handle.is_done())
+
 
 class Busy(torch.autograd.Function):
     """Computes for some time, in the forward and in the backward."""

@@ -16,6 +16,7 @@ TILEREC_DECLARE(void zch_find_run(const tr_zch& call, int64_t begin, int64_t end
 TILEREC_DECLARE(int64_t zch_first_stray(const tr_zch& call, int64_t begin, int64_t end))
 TILEREC_DECLARE(void zch_bucket_run(const int64_t* ids, int64_t buckets, int64_t* out, int64_t begin, int64_t end))
 TILEREC_DECLARE(void hash_row_run(const int64_t* ids, int64_t count, int64_t rows, int64_t first_row, int64_t* out))
+TILEREC_DECLARE(int64_t take_items_run(const Take& call))
 
 namespace tilerec {
 namespace {
@@ -328,4 +329,9 @@ TR_API void tr_zch_buckets(const int64_t* ids, int64_t count, int64_t buckets, i
 
 TR_API void tr_hash_rows(const int64_t* ids, int64_t count, int64_t rows, int64_t first_row, int64_t* out) {
   TILEREC_CALL(hash_row_run)(ids, count, rows, first_row, out);
+}
+
+TR_API int64_t tr_take_items(const void* items, int64_t count, int64_t item_bytes, const void* order, int64_t index_bytes,
+                             void* const* outs, const int64_t* counts, int64_t parts, int64_t rows, int64_t first_row) {
+  return TILEREC_CALL(take_items_run)({items, count, item_bytes, order, index_bytes, outs, counts, parts, rows, first_row});
 }

@@ -66,6 +66,13 @@ TR_API void tr_zch_buckets(const int64_t* ids, int64_t count, int64_t buckets, i
 // uses the others.
 TR_API void tr_hash_rows(const int64_t* ids, int64_t count, int64_t rows, int64_t first_row, int64_t* out);
 
+// Writes items[order[0]], items[order[1]], ... into `parts` pieces of memory: counts[p] items each, one behind the other in
+// outs[p]. If rows > 0, the items are int64 ids, and their rows of tr_hash_rows are written instead. item_bytes and index_bytes
+// (of the numbers in `order`) are 4 or 8. Returns the number of items written: less than their sum if the next block of `order`
+// has a number outside of [0, count). One thread, as above.
+TR_API int64_t tr_take_items(const void* items, int64_t count, int64_t item_bytes, const void* order, int64_t index_bytes,
+                             void* const* outs, const int64_t* counts, int64_t parts, int64_t rows, int64_t first_row);
+
 #if defined(__cplusplus)
 namespace tilerec {
 
@@ -100,6 +107,17 @@ static inline int64_t zch_exponent(double exponent) { return (int64_t)(exponent 
 static inline double zch_ratio(int64_t hits, int64_t age, int64_t exponent) {
   return (double)hits / (exponent == 256 ? (double)age : zch_power(age, exponent));
 }
+
+// Arguments of tr_take_items.
+struct Take {
+  const void* items;
+  int64_t count, item_bytes;
+  const void* order;
+  int64_t index_bytes;
+  void* const* outs;
+  const int64_t* counts;
+  int64_t parts, rows, first_row;
+};
 
 // Entries begin ... end - 1 of the call. If `positions` is given: entries positions[begin ... end - 1].
 struct ZchLane {

@@ -17,6 +17,7 @@ from tilerec.data.fields import (
     BagIds,
     read_dense,
     read_ids,
+    read_ids_unhashed,
     read_label,
     read_sample_weight,
 )
@@ -201,3 +202,21 @@ def test_numbers_become_buckets() -> None:
     found = _ids(column, pa.array([-5.0, 0.0, 9.9, 10.0, None, math.nan]))
     assert found.values.tolist() == [1, 2, 2, 3, 0, 0]
     assert _ids(IdColumn("c", boundaries=(0.0, 10.0)), [-1, 10]).values.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("kind", [pa.int8(), pa.int64(), pa.uint32(), pa.uint64(), pa.bool_()], ids=str)
+@pytest.mark.parametrize("missing", ["error", "row", "empty"])
+def test_ids_that_are_hashed_later_are_those_that_are_hashed_at_once(kind: pa.DataType, missing: Any) -> None:
+    numbers = [True, False, True] if kind == pa.bool_() else [0, 7, 2**7 - 1]
+    numbers += {pa.int8(): [-1], pa.int64(): [-(2**63)], pa.uint64(): [2**64 - 1]}.get(kind, [])
+    column = IdColumn("c", missing=missing)
+    columns = Columns(ids=(column,), tables=(TableRows("c", 50),))
+    for values in ([], numbers, numbers if missing == "error" else [*numbers, None]):
+        read = _read(c=pa.array(values, kind))
+        later, now = read_ids_unhashed(columns, column, read, WHERE), read_ids(columns, column, read, WHERE)
+        assert (later.row_hash is None) == (None in values)
+        first = int(missing == "row")
+        ids = np.array([value % 2**64 for value in values if value is not None], np.uint64).view(np.int64)
+        rows = hash_rows(ids, 50, first_row=first).tolist()
+        rest = [] if None not in values else [[0]] if missing == "row" else [[]]
+        assert _bags(later.with_rows()) == _bags(now) == [[row] for row in rows] + rest

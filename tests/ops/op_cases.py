@@ -219,6 +219,7 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
             *(torch.zeros(*shape, device=device) for shape in ((2, 3), (2, 3), (3,))),
         ),
         "hash_rows_": lambda: (whole(0, 1, -1), 7, 1, whole(0, 0, 0)),
+        "take_items_": lambda: (whole(0, 1, -1), whole(2, 0), [1, 1], [whole(0), whole(0, 0)], [0, 1], 7, 1),
         "zch_find": lambda: (whole(0, 1, -1), *empty_state(5, 4, device=device)[:2], 0, 5, 4, 3),
         "zch_assign_": lambda: state(False),
         "zch_assign_each_": lambda: state(True),

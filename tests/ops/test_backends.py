@@ -28,7 +28,8 @@ print(json.dumps({"triton": backends.TRITON, **{k: [n for n in names if has(n, k
 # Torch's own kernels do these as they should on GPUs. (There, ids are made distinct only if a plan demands it, and
 # rows of files pass through memory of the host.)
 AS_THE_REFERENCE = {
-    *("offsets_from_lengths", "take_segments_", "hash_rows_", "best_rows", "cross_", "cross_backward_"),
+    *("offsets_from_lengths", "take_segments_", "hash_rows_", "take_items_", "best_rows", "cross_"),
+    "cross_backward_",
     *("distinct_ids", "expand_rows_", "sum_rows_", "read_rows_", "write_rows_", "hot_ids"),
 }
 

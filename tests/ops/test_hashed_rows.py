@@ -19,7 +19,24 @@ from tilerec.ops.runtime.cpu.library import library
 from tilerec.ops.runtime.library import LIBRARY
 
 NATIVE = library()
-SIZES = [1, 2, 3, 7, 1000, 2**20, 10**9 + 7, 2**32 - 1, 2**32, 2**32 + 1, 2**62, 2**62 + 1, 2**63 - 1]
+SIZES = [
+    1,
+    2,
+    3,
+    7,
+    1000,
+    2**14 - 1,
+    2**14,
+    2**14 + 1,
+    2**20,
+    10**9 + 7,
+    2**32 - 1,
+    2**32,
+    2**32 + 1,
+    2**62,
+    2**62 + 1,
+    2**63 - 1,
+]
 EXTREMES = [-(2**63), -(2**32), -1, 0, 1, 2**31, 2**32, 2**63 - 1]
 # Inverses of the hash, so that hashes too have extreme values: 0, 2**63 - 1, 2**63 and 2**64 - 1.
 _INVERSE = (pow(0xBF58476D1CE4E5B9, -1, 2**64), pow(0x94D049BB133111EB, -1, 2**64))
@@ -93,8 +110,9 @@ def test_every_instruction_set_gives_the_rows_of_hashes_beside_multiples(level: 
             }
             | {2**63 - 1, 2**63, 2**64 - 1}
         )
-        ids_N = torch.tensor([_unmixed(hash_) for hash_ in hashes])
-        assert _rows(kernel, ids_N, rows) == [hash_ % rows for hash_ in hashes]
+        # Eight of each: vectors of eight leave the rest to another loop.
+        ids_N = torch.tensor([_unmixed(hash_) for hash_ in hashes]).repeat_interleave(8)
+        assert _rows(kernel, ids_N, rows) == [hash_ % rows for hash_ in hashes for _ in range(8)]
 
 
 @pytest.mark.skipif(NATIVE is None, reason="the native CPU library is not built")

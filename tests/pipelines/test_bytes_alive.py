@@ -21,9 +21,9 @@ from tilerec.testing import run_ranks
 
 BARS = {
     "TrainPipelineBase": (2.2, 2.8),
-    "TrainPipelineSparseDistLite": (2.2, 3.7),
-    "TrainPipelineSparseDist": (3.1, 4.3),
-    "PrefetchTrainPipelineSparseDist": (3.1, 4.3),
+    "TrainPipelineSparseDistLite": (2.2, 3.5),
+    "TrainPipelineSparseDist": (3.1, 4.0),
+    "PrefetchTrainPipelineSparseDist": (3.1, 4.0),
 }
 """Batches alive at any moment, at most: on one rank, and on two."""
 

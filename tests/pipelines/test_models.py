@@ -21,6 +21,7 @@ from tests.pipelines.pipeline_models import (
 from tilerec.comms.group import Group
 from tilerec.errors import InputError
 from tilerec.pipelines import TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite
+from tilerec.sharding.exchange import RoutedFeatures
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.testing import run_virtual_ranks
 
@@ -161,3 +162,23 @@ def test_bad_ids_of_one_rank_raise_on_all_ranks_at_their_batch_and_training_goes
     own, other = run_virtual_ranks(2, _bad_ids, make)
     assert "99" in other
     assert "Rank 1 refused its batch" in own
+
+
+def test_a_message_that_fails_raises_at_the_turn_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [batch_of(k) for k in range(6)]
+
+    def receive(routed: RoutedFeatures) -> None:
+        if routed.features is batches[2].features:
+            raise InputError("the message is lost")
+
+    def fn(group: Group) -> int:
+        model = model_of(group)
+        pipeline, iterator = TrainPipelineSparseDist(model, dense_optimizer(model), CPU), iter(batches)
+        pipeline.progress(iterator)
+        pipeline.progress(iterator)
+        with pytest.raises(InputError, match="the message is lost"):
+            pipeline.progress(iterator)
+        return len(pipelined(pipeline, iterator))
+
+    monkeypatch.setattr(RoutedFeatures, "receive", receive)
+    assert run_virtual_ranks(1, fn) == [3]

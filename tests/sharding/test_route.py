@@ -435,6 +435,39 @@ def test_routing_waits_for_its_header_and_for_nothing_else(hosts: Any) -> None:
     assert run_virtual_ranks(4, fn) == [(["header"], ["header", "ids"])] * 4
 
 
+def test_ids_that_have_arrived_are_unpacked_and_others_are_not_waited_for() -> None:
+    class Late:
+        """A call that counts as ended from the moment when `ended` has its name."""
+
+        def __init__(self, handle: Any, name: str, ended: set[str], waits: list[str]) -> None:
+            self.handle, self.name, self.ended, self.waits = handle, name, ended, waits
+
+        def is_done(self) -> bool:
+            return self.name in self.ended
+
+        def wait(self) -> Tensor:
+            self.waits.append(self.name)
+            out: Tensor = self.handle.wait()
+            return out
+
+    def fn(group: Group) -> tuple[list[int], list[int], int, list[str]]:
+        module = sharded(group, rows(20, 4))
+        route_group, ended, waits = module.exchange.route_group, set[str](), list[str]()
+        real = route_group.all_to_all
+        route_group.all_to_all = lambda name, *args: Late(real(name, *args), name, ended, waits)
+        routed = module.route(batch_of([[1, 11], [6, 16]]))
+        sizes = []
+        for name in ("", "ids"):
+            ended.add(name)
+            routed.receive()
+            sizes.append(list(routed.routed.ids.shape))
+        routed.receive()
+        messages = routed.routed.pending is None and routed.routed.handle is None
+        return sizes[0], sizes[1], int(messages), waits
+
+    assert run_virtual_ranks(4, fn) == [([0], [4], 1, ["header", "ids"])] * 4
+
+
 def test_nothing_travels_in_a_world_of_one() -> None:
     def fn(group: Group) -> int:
         module = sharded(group, rows(20, 1))

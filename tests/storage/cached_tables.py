@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilerec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
     KeyedJaggedTensor,
     PoolingType,
     apply_optimizer_in_backward,
+    cache_tables,
 )
-from tilerec.spec.optimizer import (
-    OptimizerSpec,
-)
+from tilerec.modules.cached_tables import iter_table_rows, set_cache
+from tilerec.spec.optimizer import Adam, OptimizerSpec
 
 KEYS = ["f", "g", "h"]
 
@@ -70,3 +73,65 @@ def everything(module: Any) -> list[Tensor]:
     for state in module.fused_optimizer.state_dict()["state"].values():
         own += [value.clone() for value in state.values() if isinstance(value, Tensor)]
     return own
+
+
+def parameter_name(value: object) -> str:
+    return type(value).__name__ if isinstance(value, OptimizerSpec) else str(getattr(value, "value", value))
+
+
+def ec(spec: OptimizerSpec | None) -> EmbeddingCollection:
+    torch.manual_seed(3)
+    tables = [
+        EmbeddingConfig(300, 8, "a", feature_names=["f", "g"]),
+        EmbeddingConfig(200, 8, "b", feature_names=["g"]),
+        EmbeddingConfig(77, 4, "c", feature_names=["h"]),
+    ]
+    module = EmbeddingCollection(tables)
+    if spec is not None:
+        apply_optimizer_in_backward(spec, module.parameters())
+    return module
+
+
+def assert_same(first: Any, second: Any) -> None:
+    for a, b in zip(everything(first), everything(second), strict=True):
+        assert torch.equal(a, b)
+
+
+def spare_only(module: Any) -> Any:
+    """Tables whose rows are in lines only as long as their batch is in flight."""
+    for table, rows in list(iter_table_rows(module)):
+        set_cache(table, rows, None, None)
+    return module
+
+
+def trained(spec: OptimizerSpec | None = None, steps: int = 6) -> tuple[Any, Any, random.Random]:
+    spec = spec or Adam(0.1)
+    plain, other = ebc(spec), cache_tables(ebc(spec), 0.15)
+    rng = random.Random(12)
+    for _ in range(steps):
+        kjt = batch(rng)
+        step(plain, kjt)
+        step(other, kjt)
+    return plain, other, rng
+
+
+def goes_on_alike(plain: Any, other: Any, rng: random.Random) -> None:
+    for _ in range(3):
+        kjt = batch(rng)
+        assert torch.equal(step(plain, kjt), step(other, kjt))
+    assert_same(plain, other)
+
+
+class RaisesAfter(TorchDispatchMode):
+    """Ctrl-C after so many of torch's calls."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.left = calls
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return out

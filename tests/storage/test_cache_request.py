@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.storage.cached_tables import batch, ebc, output, step
-from tests.storage.test_cached import (
-    _goes_on_alike,
-    _RaisesAfter,
-    _spare_only,
+from tests.storage.cached_tables import (
+    RaisesAfter,
     assert_same,
+    batch,
+    ebc,
+    goes_on_alike,
+    output,
+    spare_only,
+    step,
 )
 from tilerec import (
     EmbeddingBagCollection,
@@ -61,7 +64,7 @@ def test_where_spare_lines_cost_much_the_host_hears_how_many_are_needed(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_cache, "SPARE_BYTES_IN_ADVANCE", 0)
-    plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
+    plain, other = ebc(Adam(0.1)), spare_only(ebc(Adam(0.1)))
     rng = random.Random(2)
     for samples in (5, 9, 25):
         kjt = batch(rng, samples=samples)
@@ -103,7 +106,7 @@ def test_as_many_spare_lines_as_the_sets_have_are_made_without_asking(
 def test_batches_in_flight_count_for_the_spare_lines(asked: list[int]) -> None:
     """Three batches of 20 ids, none of them done with: 20, 40 and 60 lines. There are 32, then twice as many."""
     module, _ = one_table(20)
-    _spare_only(module)
+    spare_only(module)
     spare = []
     for first in (0, 20, 40):
         module.prefetch(
@@ -117,7 +120,7 @@ def test_batches_in_flight_count_for_the_spare_lines(asked: list[int]) -> None:
 
 def test_batches_of_as_many_ids_as_there_are_spare_lines_get_no_more(asked: list[int]) -> None:
     module, kjt = one_table(32)
-    _spare_only(module)
+    spare_only(module)
     for _ in range(3):
         step(module, kjt)
     (cache,) = (rows.cache for _, rows in iter_table_rows(module))
@@ -126,7 +129,7 @@ def test_batches_of_as_many_ids_as_there_are_spare_lines_get_no_more(asked: list
 
 def test_without_memory_beside_the_lines_the_request_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_cache, "SPARE_BYTES_IN_ADVANCE", 0)
-    plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
+    plain, other = ebc(Adam(0.1)), spare_only(ebc(Adam(0.1)))
     rng = random.Random(3)
     first, second = batch(rng, samples=2), batch(rng, samples=30)
     assert torch.equal(step(plain, first), step(other, first))
@@ -143,7 +146,7 @@ def test_without_memory_beside_the_lines_the_request_is_made_again(monkeypatch: 
     monkeypatch.undo()
     assert failed
     assert torch.equal(output(plain, second), out)
-    _goes_on_alike(plain, other, rng)
+    goes_on_alike(plain, other, rng)
 
 
 def test_where_the_device_cannot_read_host_rows_they_are_moved_by_the_host(
@@ -232,7 +235,7 @@ def test_an_interrupt_anywhere_in_a_request_loses_no_row() -> None:
         for seed in range(3):
             step(other, kjt(seed, 60))
         try:
-            with _RaisesAfter(calls) as mode:
+            with RaisesAfter(calls) as mode:
                 other.prefetch(kjt(3, 60))
                 mode.left = 10**9
         except KeyboardInterrupt:
@@ -279,7 +282,7 @@ def test_an_interrupt_between_any_two_ops_of_a_request_loses_no_row(monkeypatch:
                 patch.setattr(cache_request, "OPS", _Interrupted(stop, behind))
                 with pytest.raises(KeyboardInterrupt):
                     other.prefetch(batch(rng, samples=20))
-            _goes_on_alike(plain, other, rng)
+            goes_on_alike(plain, other, rng)
 
 
 def test_a_module_is_copied_right_after_an_interrupted_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +293,7 @@ def test_a_module_is_copied_right_after_an_interrupted_request(monkeypatch: pyte
         patch.setattr(cache_request, "OPS", _Interrupted(3, behind=False))
         with pytest.raises(KeyboardInterrupt):
             other.prefetch(batch(rng))
-    _goes_on_alike(plain, copy.deepcopy(other), rng)
+    goes_on_alike(plain, copy.deepcopy(other), rng)
 
 
 def test_ids_whose_writes_nobody_counts_are_asked_for_again() -> None:

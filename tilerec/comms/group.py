@@ -39,6 +39,9 @@ class Handle(Protocol):
         Raises `CommsError` if a peer failed, died, made another call or was late.
         """
 
+    def is_done(self) -> bool:
+        """Return True if `wait` will not block: the call has ended, or failed."""
+
 
 class Pending(Protocol):
     """A call without a result. It keeps the call's tensors alive."""

@@ -393,6 +393,9 @@ class _CollectiveHandle:
         self.works, self.alive, self.back = (), (), None
         return self.output
 
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
 
 @final
 @dataclass

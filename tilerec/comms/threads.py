@@ -326,6 +326,9 @@ class _CallHandle:
         assert self.output is not None, "only calls with an output tensor are handed out"
         return self.output
 
+    def is_done(self) -> bool:
+        return self.call.done
+
     def _missing(self) -> list[int]:
         return [rank for rank, share in zip(self.ranks, self.call.shares, strict=True) if share is _ABSENT]
 

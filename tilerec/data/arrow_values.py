@@ -25,6 +25,16 @@ Kind = str
 Offsets = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
+_NUMBERS = frozenset(
+    kind.id
+    for kind in (
+        *(pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
+        *(pa.float32(), pa.float64()),
+    )
+)
+"""Types whose values NumPy reads as they are."""
+
+
 @dataclass(frozen=True)
 class Values:
     """Values of a column or of the lists in it.
@@ -116,6 +126,8 @@ def _joined_masks(masks: list[npt.NDArray[np.bool_] | None], counts: list[int]) 
 
 
 def _of_chunk(chunk: pa.Array) -> Values:
+    if chunk.type.id in _NUMBERS and not chunk.null_count:  # most columns: the tests below take 60 us after a decode
+        return Values(chunk.to_numpy())
     if not is_list(chunk.type):
         return _of_dictionary(chunk) if pa.types.is_dictionary(chunk.type) else _of_flat(chunk)
     types = pa.types

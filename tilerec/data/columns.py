@@ -267,9 +267,13 @@ class Columns:
     def _declared(self) -> dict[str, TableRows]:
         return {table.name: table for table in self.tables}
 
+    @cached_property
+    def _with_missing_row(self) -> frozenset[str]:
+        return frozenset(column.table_name for column in self.ids if column.missing == "row")
+
     def _first_row(self, table: str) -> int:
         """Return the number of rows in front of those of ids: 1 if a column of the table maps missing ids to row 0."""
-        return int(any(column.table_name == table and column.missing == "row" for column in self.ids))
+        return int(table in self._with_missing_row)
 
     def table_of(self, column: IdColumn) -> TableRows:
         """Return the table of an id column."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from tilerec.data.arrow_values import Offsets, Values, read_values
+from tilerec.data.chosen_rows import RowHash
 from tilerec.data.columns import MISSING_ROW, Columns, DenseColumn, IdColumn, LabelColumn
 from tilerec.data.rows import hash_rows, hash_values, mix, rows_of_hashes
 from tilerec.data.transform import signed_log
@@ -42,11 +43,20 @@ class BagIds:
         offsets: start of each row's ids, and the end of the last, int32 or int64 [n + 1], from 0 to N; None if each
             row has one, so N = n.
         weights: float32 [N], or None.
+        row_hash: None: the ids are rows of the table. Otherwise they are ids of which it makes rows.
     """
 
     values: Ints
     offsets: Offsets | None = None
     weights: Floats | None = None
+    row_hash: RowHash | None = None
+
+    def with_rows(self) -> BagIds:
+        """Return the same with rows as ids."""
+        if self.row_hash is None:
+            return self
+        rows, first_row = self.row_hash
+        return BagIds(hash_rows(self.values, rows, first_row=first_row), self.offsets, self.weights)
 
 
 def read_label(label: LabelColumn, read: ReadColumn, where: str, bounds: Bounds | None = None) -> Floats:
@@ -58,10 +68,11 @@ def read_label(label: LabelColumn, read: ReadColumn, where: str, bounds: Bounds 
     Raises:
         InputError: missing labels, or labels out of bounds.
     """
-    values_n, missing_n = _numbers(read(label.column))
+    values_n, missing_n, finite = _numbers(read(label.column))
     if missing_n is not None:
         raise _missing(where, "label column", label.column, missing_n, "Remove these rows, or fill them in.")
-    _check_finite(values_n, where, "label column", label.column)
+    if not finite:
+        _check_finite(values_n, where, "label column", label.column)
     if label.at_least is not None:
         return (values_n >= label.at_least).astype(np.float32)
     labels_n = values_n.astype(np.float32)
@@ -78,10 +89,11 @@ def read_label(label: LabelColumn, read: ReadColumn, where: str, bounds: Bounds 
 
 def read_sample_weight(column: str, read: ReadColumn, where: str) -> Floats:
     """Return the weights of samples, float32 [n]. Raise `InputError` unless all are finite and at least 0."""
-    values_n, missing_n = _numbers(read(column))
+    values_n, missing_n, finite = _numbers(read(column))
     if missing_n is not None:
         raise _missing(where, "weight column", column, missing_n, "Fill them in; 0 leaves a sample out.")
-    _check_finite(values_n, where, "weight column", column)
+    if not finite:
+        _check_finite(values_n, where, "weight column", column)
     if len(values_n) and values_n.min() < 0:
         row = int(np.argmax(values_n < 0))
         raise InputError(
@@ -92,7 +104,7 @@ def read_sample_weight(column: str, read: ReadColumn, where: str) -> Floats:
 
 def read_dense(dense: DenseColumn, read: ReadColumn, where: str) -> Floats:
     """Return a dense feature, transformed, float32 [n]. Raise `InputError` for infinity, and for missing values."""
-    values_n, missing_n = _numbers(read(dense.column))
+    values_n, missing_n, finite = _numbers(read(dense.column))
     if missing_n is not None:
         if dense.missing == "error":
             raise _missing(
@@ -103,7 +115,8 @@ def read_dense(dense: DenseColumn, read: ReadColumn, where: str) -> Floats:
                 "Fill them in, or set missing='zero' on the column.",
             )
         values_n = np.where(missing_n, 0, values_n)
-    _check_finite(values_n, where, "dense column", dense.column)
+    if not finite:
+        _check_finite(values_n, where, "dense column", dense.column)
     if dense.transform == "log":
         out_n = signed_log(values_n)
     elif dense.transform == "normalize":
@@ -121,7 +134,15 @@ def read_ids(columns: Columns, column: IdColumn, read: ReadColumn, where: str) -
     Raises:
         InputError: missing ids, row numbers outside of the table, weights that do not match the lists.
     """
+    return read_ids_unhashed(columns, column, read, where).with_rows()
+
+
+def read_ids_unhashed(columns: Columns, column: IdColumn, read: ReadColumn, where: str) -> BagIds:
+    """Return what `read_ids` does, but integers of a hashed table, one in each row, as they are, with a `row_hash`."""
     found = read_values(read(column.column))
+    if _can_hash_later(columns, column, found):
+        table = columns.table_of(column)
+        return BagIds(_signed(found.values), row_hash=RowHash(table.rows, columns.first_row(column)))
     if column.boundaries:
         found = _bucketised(column, found, columns.first_row(column))
     missing_N = found.missing
@@ -156,16 +177,27 @@ def read_ids(columns: Columns, column: IdColumn, read: ReadColumn, where: str) -
     return _latest(bags, column.max_length) if column.max_length else bags
 
 
-def _numbers(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
-    """Return a column's numbers, and which are null or NaN; None if none is."""
+class _Numbers(NamedTuple):
+    """Numbers of a column, which of them are null or NaN (None: none), and True if no number can be infinite."""
+
+    values: npt.NDArray[Any]
+    missing: npt.NDArray[np.bool_] | None
+    finite: bool
+
+
+def _numbers(column: pa.ChunkedArray) -> _Numbers:
+    """Return a column's numbers."""
     found = read_values(column)
     values_n, missing_n = found.values, found.missing
-    # One sum is cheaper than a test of each value; it is NaN if a value is (or for infinities of both signs).
-    if values_n.dtype.kind == "f" and len(values_n) and np.isnan(_quiet_sum(values_n)):
+    if values_n.dtype.kind != "f":
+        return _Numbers(values_n, missing_n, True)
+    # One sum is cheaper than a test of each value. It is NaN if a value is (or for infinities of both signs).
+    total = _quiet_sum(values_n)
+    if np.isnan(total):
         nan_n = np.isnan(values_n)
         if nan_n.any():
             missing_n = nan_n if missing_n is None else missing_n | nan_n
-    return values_n, missing_n
+    return _Numbers(values_n, missing_n, bool(np.isfinite(total)))
 
 
 def _quiet_sum(values_n: npt.NDArray[Any]) -> float:
@@ -224,11 +256,25 @@ def _rows(columns: Columns, column: IdColumn, found: Values, where: str) -> Ints
         if table.ids == "managed":
             return hashes_N.view(np.int64)
         return rows_of_hashes(hashes_N, table.rows, columns.first_row(column))
-    # Unsigned 64-bit ids keep their bits as int64.
-    signed_N = values_N.view(np.int64) if values_N.dtype == np.uint64 else values_N.astype(np.int64, copy=False)
     if table.ids == "managed":
-        return hash_values(signed_N).view(np.int64)
-    return hash_rows(signed_N, table.rows, first_row=columns.first_row(column))
+        return hash_values(_signed(values_N)).view(np.int64)
+    return hash_rows(_signed(values_N), table.rows, first_row=columns.first_row(column))
+
+
+def _signed(values_N: npt.NDArray[Any]) -> Ints:
+    # Unsigned 64-bit ids keep their bits as int64.
+    return values_N.view(np.int64) if values_N.dtype == np.uint64 else values_N.astype(np.int64, copy=False)
+
+
+def _can_hash_later(columns: Columns, column: IdColumn, found: Values) -> bool:
+    """Return True for integers of a hashed table, one in each row."""
+    return (
+        columns.table_of(column).ids == "hash"
+        and found.values.dtype.kind in "iu"
+        and not (found.hashed or column.boundaries or column.multi_hot > 1)
+        and found.offsets is None
+        and found.missing is None
+    )
 
 
 def _checked_rows(column: IdColumn, table: str, rows: int, found: Values, where: str) -> Ints:

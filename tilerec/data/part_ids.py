@@ -14,8 +14,9 @@ from typing import final
 import numpy as np
 import torch
 
+from tilerec.data.chosen_rows import ChosenRows
 from tilerec.data.fields import BagIds, Floats, Ints
-from tilerec.data.pooled_memory import Blocks, joined, take, tensor_of
+from tilerec.data.pooled_memory import Blocks, joined, tensor_of
 from tilerec.ops.jagged.definition import take_segments
 
 
@@ -24,8 +25,9 @@ class PartIds:
     """Ids of b rows; features are added one by one.
 
     Attributes:
-        lengths_Fb: ids of each row, int32; rows of features that were not yet added are arbitrary.
+        lengths_Fb: ids of each row, int32; 1 for features that were not yet added.
         ends: end of each added feature in the array.
+        count: M, of the features so far.
 
     Args:
         features: F.
@@ -37,15 +39,13 @@ class PartIds:
 
     def __init__(self, features: int, rows: int, room: int, *, weighted: bool, blocks: Blocks) -> None:
         self.lengths_Fb = blocks.empty(features * rows, np.int32).reshape(features, rows)
+        np.copyto(self.lengths_Fb, 1)
         self.ends: list[int] = []
+        self.count = 0
         self._blocks = blocks
         self._values: Ints = blocks.empty(room, np.int64)
+        self._values_tensor = torch.from_numpy(self._values)
         self._weights: Floats | None = blocks.empty(room, np.float32) if weighted else None
-
-    @property
-    def count(self) -> int:
-        """M, of the features so far."""
-        return self.ends[-1] if self.ends else 0
 
     @property
     def values(self) -> Ints:
@@ -85,57 +85,61 @@ class PartIds:
             weights = self._blocks.empty(room, np.float32)
             weights[: self.count] = self.weights
             self._weights = weights
-        self._values = values
+        self._values, self._values_tensor = values, torch.from_numpy(values)
 
-    def _add_single(self, bags: BagIds, rows_b: Ints) -> None:
-        count = len(rows_b)
-        self._reserve(count)
-        own = slice(self.count, self.count + count)
-        take(bags.values, rows_b, self._values[own])
-        self.lengths_Fb[len(self.ends)].fill(1)
-        if self._weights is not None and bags.weights is not None:
-            take(bags.weights, rows_b, self._weights[own])
-        elif self._weights is not None:
-            self._weights[own] = 1
-        self.ends.append(own.stop)
+    def _end_feature(self, count: int, weights: Floats | None = None) -> None:
+        """Count the ids of a feature, which are in their place; None as weights: they weigh 1."""
+        end = self.count + count
+        if self._weights is not None:
+            self._weights[self.count : end] = 1 if weights is None else weights
+        self.ends.append(end)
+        self.count = end
 
 
-def gather_ids(found: Sequence[BagIds], parts: Sequence[PartIds], chosen: Sequence[Ints]) -> None:
+def gather_ids(found: Sequence[BagIds], parts: Sequence[PartIds], chosen: ChosenRows) -> None:
     """Add a feature to parts of batches.
 
     Args:
         found: the feature's ids in consecutive row groups.
         parts: the parts.
-        chosen: int64 [b] for each part: numbers of its rows among those of the row groups.
+        chosen: the rows of each part, among those of the row groups.
     """
     if all(one.offsets is None for one in found):
-        bags = _joined(found)
-        for part, rows_b in zip(parts, chosen, strict=True):
-            part._add_single(bags, rows_b)
+        _gather_single(_joined(found), parts, chosen)
         return
+    found = [one.with_rows() for one in found]
     # A row group without missing ids has no offsets, another one of the same column may have some.
     offsets = [tensor_of(np.arange(len(one.values) + 1) if one.offsets is None else one.offsets) for one in found]
     values = [tensor_of(one.values) for one in found]
     weights = [tensor_of(one.weights) for one in found if one.weights is not None]
-    orders = [torch.from_numpy(rows_b) for rows_b in chosen]
+    orders = [torch.from_numpy(rows_b) for rows_b in chosen.by_part]
     lengths = [torch.from_numpy(part.lengths_Fb[len(part.ends)]) for part in parts]
-    rooms = [torch.from_numpy(part._values[part.count :]) for part in parts]
+    rooms = [part._values_tensor[part.count :] for part in parts]
     take_segments(values, offsets, orders, rooms, lengths)
     counts = [int(part.lengths_Fb[len(part.ends)].sum()) for part in parts]
     for place, (part, count) in enumerate(zip(parts, counts, strict=True)):
         if count > len(rooms[place]):
             part._reserve(count)
-            again = [torch.from_numpy(part._values[part.count :])]
+            again = [part._values_tensor[part.count :]]
             take_segments(values, offsets, orders[place : place + 1], again, lengths[place : place + 1])
     if weights:
         rooms = [torch.from_numpy(part._weights[part.count :]) for part in parts if part._weights is not None]
         take_segments(weights, offsets, orders, rooms, lengths)
-    else:
-        for part, count in zip(parts, counts, strict=True):
-            if part._weights is not None:
-                part._weights[part.count : part.count + count] = 1
     for part, count in zip(parts, counts, strict=True):
-        part.ends.append(part.count + count)
+        own = slice(part.count, part.count + count)
+        part._end_feature(count, part._weights[own] if weights and part._weights is not None else None)
+
+
+def _gather_single(bags: BagIds, parts: Sequence[PartIds], chosen: ChosenRows) -> None:
+    """Add a feature with one id in each row; the lengths are 1 already."""
+    for part, count in zip(parts, chosen.counts, strict=True):
+        if part.count + count > len(part._values):
+            part._reserve(count)
+    starts = [part.count for part in parts]
+    chosen.take(bags.values, [part._values_tensor for part in parts], starts, bags.row_hash)
+    weights = [None] * len(parts) if bags.weights is None else chosen.pieces(bags.weights)
+    for part, count, weights_b in zip(parts, chosen.counts, weights, strict=True):
+        part._end_feature(count, weights_b)
 
 
 def join_ids(parts: Sequence[PartIds]) -> PartIds:
@@ -151,9 +155,11 @@ def join_ids(parts: Sequence[PartIds]) -> PartIds:
     ]
     if pieces:
         whole._values = joined([part._values[start:end] for part, start, end in pieces])
+        whole._values_tensor = torch.from_numpy(whole._values)
         weights = [part._weights[start:end] for part, start, end in pieces if part._weights is not None]
         whole._weights = joined(weights) if weights else None
     whole.ends = [sum(part.ends[place] for part in parts) for place in range(features)]
+    whole.count = sum(part.count for part in parts)
     return whole
 
 
@@ -161,5 +167,8 @@ def _joined(found: Sequence[BagIds]) -> BagIds:
     """Return the ids of consecutive row groups as one; each row has one."""
     if len(found) == 1:
         return found[0]
+    if len({one.row_hash for one in found}) > 1:  # a row group with missing ids has rows already
+        found = [one.with_rows() for one in found]
     weights = [one.weights for one in found if one.weights is not None]
-    return BagIds(joined([one.values for one in found]), None, joined(weights) if weights else None)
+    values = joined([one.values for one in found])
+    return BagIds(values, None, joined(weights) if weights else None, found[0].row_hash)

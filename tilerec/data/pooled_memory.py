@@ -42,13 +42,6 @@ def joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.concatenate(arrays, out=empty(sum(map(len, arrays)), arrays[0].dtype))
 
 
-def take(
-    array_n: npt.NDArray[Any], index_b: npt.NDArray[np.int64], out_b: npt.NDArray[Any] | None = None
-) -> npt.NDArray[Any]:
-    """Return the items at indices, which must be in range: NumPy's check of each one costs more than the copy."""
-    return array_n.take(index_b, out=empty(len(index_b), array_n.dtype) if out_b is None else out_b, mode="clip")
-
-
 @final
 class Blocks:
     """Large arrays whose memory is used again, once neither NumPy nor torch refers to it. One thread allocates.
@@ -79,9 +72,9 @@ class Blocks:
         return lease[: count * kind.itemsize].view(kind)
 
     def _block(self, size: int) -> pa.Buffer:
-        # Other threads append only, so places in the list stay valid here.
-        for place, (_, free) in enumerate(self._free):
-            if free.size == size:
+        # Other threads append only, so places in the list stay valid here. The latest block may be in the cache still.
+        for place in range(len(self._free) - 1, -1, -1):
+            if self._free[place][1].size == size:
                 return self._free.pop(place)[1]
         return pa.allocate_buffer(size)
 

@@ -12,12 +12,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import torch
+from torch import Tensor
 
 from tilerec.data.arrow_values import join_values, read_values
 from tilerec.data.batch_part import BatchPart
+from tilerec.data.chosen_rows import ChosenRows
 from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn
 from tilerec.data.fields import (
     BagIds,
@@ -26,13 +30,13 @@ from tilerec.data.fields import (
     Ints,
     ReadColumn,
     read_dense,
-    read_ids,
+    read_ids_unhashed,
     read_label,
     read_sample_weight,
 )
 from tilerec.data.hold_out import HeldOutRows, row_indices
 from tilerec.data.part_ids import PartIds, gather_ids
-from tilerec.data.pooled_memory import Blocks, empty, joined, take
+from tilerec.data.pooled_memory import Blocks, empty, joined
 from tilerec.data.row_groups import GroupReader, RowGroups
 from tilerec.errors import InputError
 
@@ -45,6 +49,22 @@ Found = Floats | BagIds
 """A field's values in one row group."""
 
 
+@dataclass(frozen=True)
+class _Window:
+    """Parts of batches that are filled column by column.
+
+    Attributes:
+        parts: labels, ids and weights are written into them.
+        chosen: their rows.
+        dense_columns: float32 [I * b] of each part, column by column until all are gathered: each number of a column
+            would touch a cache line of its own in rows.
+    """
+
+    parts: list[BatchPart]
+    chosen: ChosenRows
+    dense_columns: list[Tensor]
+
+
 class _Field(ABC):
     """A field of the batch; it reads `columns`."""
 
@@ -55,7 +75,7 @@ class _Field(ABC):
         """Read the field from one row group."""
 
     @abstractmethod
-    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
+    def put(self, found: list[Found], window: _Window) -> None:
         """Gather rows into parts of batches, given the field in consecutive row groups."""
 
 
@@ -67,10 +87,9 @@ class _LabelField(_Field):
     def read(self, read: ReadColumn, where: str) -> Found:
         return read_label(self._label, read, where, self._bounds)
 
-    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
-        values_n = _joined(found)
-        for part, rows_b in zip(parts, chosen, strict=True):
-            part.labels[:, self._task] = take(values_n, rows_b)
+    def put(self, found: list[Found], window: _Window) -> None:
+        for part, labels_b in zip(window.parts, window.chosen.pieces(_joined(found)), strict=True):
+            part.labels[:, self._task] = labels_b
 
 
 class _DenseField(_Field):
@@ -81,10 +100,9 @@ class _DenseField(_Field):
     def read(self, read: ReadColumn, where: str) -> Found:
         return read_dense(self._dense, read, where)
 
-    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
-        values_n = _joined(found)
-        for part, rows_b in zip(parts, chosen, strict=True):
-            take(values_n, rows_b, part.dense[:, self._place])
+    def put(self, found: list[Found], window: _Window) -> None:
+        starts = [self._place * count for count in window.chosen.counts]
+        window.chosen.take(_joined(found), window.dense_columns, starts)
 
 
 class _WeightField(_Field):
@@ -94,10 +112,9 @@ class _WeightField(_Field):
     def read(self, read: ReadColumn, where: str) -> Found:
         return read_sample_weight(self.columns[0], read, where)
 
-    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
-        values_n = _joined(found)
-        for part, rows_b in zip(parts, chosen, strict=True):
-            part.weights = take(values_n, rows_b)
+    def put(self, found: list[Found], window: _Window) -> None:
+        for part, weights_b in zip(window.parts, window.chosen.pieces(_joined(found)), strict=True):
+            part.weights = weights_b
 
 
 class _IdField(_Field):
@@ -106,10 +123,11 @@ class _IdField(_Field):
         self._every, self._column = columns, column
 
     def read(self, read: ReadColumn, where: str) -> Found:
-        return read_ids(self._every, self._column, read, where)
+        return read_ids_unhashed(self._every, self._column, read, where)
 
-    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
-        gather_ids([one for one in found if isinstance(one, BagIds)], [part.ids for part in parts], chosen)
+    def put(self, found: list[Found], window: _Window) -> None:
+        bags = [one for one in found if isinstance(one, BagIds)]
+        gather_ids(bags, [part.ids for part in window.parts], window.chosen)
 
 
 def _fields(columns: Columns, label_bounds: Bounds | None) -> list[_Field]:
@@ -198,16 +216,25 @@ class WindowLoader:
             if session_of_n is not None:
                 for part, (start, end) in zip(parts, ranges, strict=True):
                     part.sessions = session_of_n[start:end]
+            dense = len(self._columns.dense)
+            columns = [torch.from_numpy(self._blocks.empty(dense * part.rows, np.float32)) for part in parts]
+            window = _Window(parts, ChosenRows(chosen), columns)
             for slab in self._slabs(kept):
-                self._gather(slab, groups, kept, parts, chosen)
+                self._gather(slab, groups, kept, window)
             for part in parts:
-                part.dense = self._by_rows(part.dense)
+                # The memory of one part's columns becomes that of the next part's rows.
+                rows_bI = self._blocks.empty(dense * part.rows, np.float32).reshape(part.rows, dense)
+                rows_bI[...] = columns.pop(0).numpy().reshape(dense, part.rows).T
+                part.dense = rows_bI
         self._rows_so_far += sum(part.rows for part in parts)
         self._ids_so_far += sum(part.ids.count for part in parts)
         return parts
 
     def _ids_per_row(self, readers: list[GroupReader], rows: int) -> float:
         """Return an estimate: that of the parts so far, and in the first window that of the file."""
+        if all(column.kind == "single" for column in self._columns.ids):
+            # The same in every window, so that parts have the sizes of earlier ones, whose memory they use again.
+            return float(sum(column.multi_hot for column in self._columns.ids))
         if self._rows_so_far:
             # Parts differ little, because rows are in random order: a little more than the average is enough.
             return 1.03 * self._ids_so_far / self._rows_so_far
@@ -233,14 +260,7 @@ class WindowLoader:
         labels.fill(np.nan)
         room = math.ceil(rows * ids_per_row)
         ids = PartIds(len(columns.ids), rows, room, weighted=self._weighted, blocks=self._blocks)
-        # Column by column until all are gathered: each of their numbers would touch a cache line of its own in rows.
-        columns_Ib = self._blocks.empty(rows * dense, np.float32).reshape(dense, rows)
-        return BatchPart(columns_Ib.T, labels, ids)
-
-    def _by_rows(self, dense_bI: Floats) -> Floats:
-        rows_bI = self._blocks.empty(dense_bI.size, np.float32).reshape(dense_bI.shape)
-        rows_bI[...] = dense_bI
-        return rows_bI
+        return BatchPart(np.empty((0, dense), np.float32), labels, ids)
 
     def _slabs(self, readers: list[GroupReader]) -> Iterator[list[_Field]]:
         """Yield the fields in slabs; all at once without open row groups."""
@@ -260,8 +280,7 @@ class WindowLoader:
         slab: list[_Field],
         groups: Sequence[int],
         kept: list[GroupReader],
-        parts: list[BatchPart],
-        chosen: list[Ints],
+        window: _Window,
     ) -> None:
         names = list(dict.fromkeys(name for one in slab for name in one.columns))
         read: list[list[Found]] = [[] for _ in slab]
@@ -272,7 +291,7 @@ class WindowLoader:
                 found.append(one.read(table.column, where))
         del table
         for found, one in zip(read, slab, strict=True):
-            one.put(found, parts, chosen)
+            one.put(found, window)
             found.clear()
 
     def _table(self, group: int, kept: GroupReader | None, names: list[str]) -> pa.Table:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -47,20 +48,25 @@ def _leaves(path: Path, node: Any, above: set[int]) -> Iterator[tuple[Path, Any]
     above.discard(id(node))
 
 
-def _children(node: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
+def _children(node: Any) -> list[tuple[tuple[bool, Any], Any]]:
+    names = _field_names(node.__class__)  # first, because most batches are dataclasses; None for a class itself
+    if names is not None:
+        return [((False, name), getattr(node, name)) for name in names if hasattr(node, name)]
     if isinstance(node, Mapping):
-        for key, child in node.items():
-            yield (True, key), child
-    elif isinstance(node, (list, tuple)):
-        for index, child in enumerate(node):
-            yield (True, index), child
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        for field in dataclasses.fields(node):
-            if hasattr(node, field.name):
-                yield (False, field.name), getattr(node, field.name)
-    elif hasattr(node, "__dict__") and not isinstance(node, (type, nn.Module)) and not callable(node):
-        for name, child in vars(node).items():
-            yield (False, name), child
+        return [((True, key), child) for key, child in node.items()]
+    if isinstance(node, (list, tuple)):
+        return [((True, index), child) for index, child in enumerate(node)]
+    if hasattr(node, "__dict__") and not isinstance(node, (type, nn.Module)) and not callable(node):
+        return [((False, name), child) for name, child in vars(node).items()]
+    return []
+
+
+@functools.lru_cache(maxsize=64)
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the fields of a dataclass, None for other classes and for those that are a mapping or a sequence, too."""
+    if issubclass(kind, (Mapping, list, tuple)) or not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def path_of(batch: Any, part: Any) -> Path | None:

@@ -53,6 +53,9 @@ class DeviceCopy:
             return
         # The empty batch of a rank that has run out has no marks.
         tensors = tensors_of(batch.batch) if batch.marks is None else batch.marks.tensors
+        if self.device.type == "cpu" and all(tensor.is_cpu for tensor in tensors):
+            batch.stays = bool(tensors)
+            return
         here = [self._is_here(tensor) for tensor in tensors]
         batch.stays = any(here)
         with self.ahead(batch):

@@ -178,6 +178,15 @@ class RoutesAhead:
             key = id(begun.learned.collection), id(begun.features)
             batch.routed.setdefault(key, deque()).append(begun)
 
+    def receive(self, batch: BatchInFlight) -> None:
+        """Unpack ids of the batch that have arrived, which frees their messages; never blocks."""
+        for begun in batch.begun:
+            if begun.routed is not None:
+                try:
+                    begun.routed.receive()
+                except Exception as error:
+                    batch.error = batch.error or error
+
     def prefetch(self, batch: BatchInFlight) -> None:
         """Load rows of cached tables, and sort rows for the update, for the batch's lookups. Collective."""
         if batch.error is not None:

@@ -115,7 +115,10 @@ class TrainPipeline:
         """
         return self._even is None or not self._routes.maps_ids or not self._even.is_end(batch)
 
-    def _begin_route(self, batch: BatchInFlight, _: Pass) -> None:
+    def _begin_route(self, batch: BatchInFlight, current: Pass) -> None:
+        for earlier in current.batches:
+            if earlier is not batch:  # its messages are freed before this batch is sorted
+                self._routes.receive(earlier)
         if self._has_turn(batch):
             with self._copy.ahead(batch):
                 self._routes.begin(batch)

@@ -5,7 +5,6 @@ tilerec eval run.toml test.parquet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,8 +16,6 @@ from tilerec.terminal import SafeConsole, print_rank_error
 
 if TYPE_CHECKING:
     from tilerec.comms.process import ProcessGroupComms
-    from tilerec.data.batch import Batch
-    from tilerec.data.dataset import Dataset
     from tilerec.train.trained_run import TrainedRun
 
 
@@ -57,39 +54,30 @@ def _evaluate(
 ) -> None:
     """Evaluate on one rank; rank 0 prints."""
     from tilerec.train.device import run_device
+    from tilerec.train.labelled_data import LabelledData, counted
     from tilerec.train.report import score_table
     from tilerec.train.world import World
 
     world = World(group)
     try:
         config = trained.config
-        size, place = config.train.eval_batch_size, run_device(device, world.size)
-        dataset: Dataset
+        place = run_device(device, world.size)
         with command_phase("open the data", show=world.rank == 0):
-            if data is None:
-                dataset = config.task.with_checks(config.data.open())
-                batches = dataset.held_out(size)
-            else:
-                rows = config.task.with_checks(config.data.open_rows((data,), labels=True))
-                dataset, batches = rows, (batch for batch, _ in rows.rows(size))
+            samples = LabelledData.open(config, data)
+        dataset = samples.dataset
         with command_phase("load the model", show=world.rank == 0):
             model = trained.load(dataset, place, world)
         task = config.task.build(dataset, config.train, place, world)
         with row_progress("evaluate", dataset.row_count().rows, show=world.rank == 0) as progress:
-            tasks = dict(task.evaluate(model, _counted(batches, progress)).tasks)
+            tasks = dict(task.evaluate(model, counted(samples.batches, progress)).tasks)
         if baselines:
             from tilerec.retrieval.baselines import checked_baselines
 
-            tasks = {"model": next(iter(tasks.values())), **checked_baselines(task, dataset, data, size)}
+            scores = checked_baselines(task, dataset, data, config.train.eval_batch_size)
+            tasks = {"model": next(iter(tasks.values())), **scores}
     except BaseException as error:
         world.abort(error)
         raise
     if world.rank == 0:
         what = f"samples of {data}" if data else "held-out samples"
         SafeConsole().print(score_table(config.name, what, tasks, mean=not baselines))
-
-
-def _counted(batches: Iterable[Batch], progress: Callable[[int], object]) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch
-        progress(batch.batch_size)

@@ -9,7 +9,6 @@ tilerec predict served test.parquet --out scores.parquet
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,23 +122,17 @@ def _share(option: str, text: str) -> float:
 
 def _samples(trained: TrainedRun, data: str | None, samples: int | None) -> tuple[Dataset, list[Batch]]:
     """Return the data set of a run and batches to evaluate on: of at most `samples` samples; 0: all; None: no batch."""
-    config = trained.config
-    size = config.train.eval_batch_size
-    dataset: Dataset
-    if data is None:
-        dataset = config.task.with_checks(config.data.open())
-        batches = dataset.held_out(size)
-    else:
-        rows = config.task.with_checks(config.data.open_rows((data,), labels=True))
-        dataset, batches = rows, (batch for batch, _ in rows.rows(size))
+    from tilerec.train.labelled_data import LabelledData
+
+    found = LabelledData.open(trained.config, data)
     kept: list[Batch] = []
     count = 0
-    for batch in () if samples is None else batches:
+    for batch in () if samples is None else found.batches:
         if samples and count >= samples:
             break
         kept.append(batch)
         count += batch.batch_size
-    return dataset, kept
+    return found.dataset, kept
 
 
 class _Score:
@@ -154,8 +147,10 @@ class _Score:
         self._samples = sum(batch.batch_size for batch in batches)
 
     def __call__(self, model: nn.Module) -> float:
+        from tilerec.train.labelled_data import counted
+
         with row_progress("score", self._samples) as progress:
-            scores = self._task.evaluate(model, self._counted(progress)).tasks.values()
+            scores = self._task.evaluate(model, counted(self._batches, progress)).tasks.values()
         found = [one.numbers["ne"] for one in scores if "ne" in one.numbers]
         if not found:
             raise ConfigError(
@@ -163,11 +158,6 @@ class _Score:
                 "one type for all tables: --types int8 without --max-ne and --budget."
             )
         return sum(found) / len(found)
-
-    def _counted(self, progress: Callable[[int], object]) -> Iterator[Batch]:
-        for batch in self._batches:
-            yield batch
-            progress(batch.batch_size)
 
 
 def _table(choice: TypeChoice) -> Table:

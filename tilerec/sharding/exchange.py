@@ -166,6 +166,11 @@ class RoutedFeatures:
         self.routed.wait()
         return self
 
+    def receive(self) -> None:
+        """Unpack the ids if they have arrived, on the CPU; never blocks. On a GPU, the lookup's stream unpacks them."""
+        if self.made is None:
+            self.routed.receive()
+
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
             f"RoutedFeatures of {self.features.keys()}: cannot be copied or pickled, as its ids are in transit "

@@ -119,6 +119,10 @@ class RoutedManaged:
         self.routed.wait()
         return self
 
+    def receive(self) -> None:
+        """Unpack the rows if they have arrived; never blocks."""
+        self.routed.receive()
+
 
 @dataclass(frozen=True)
 class ManagedRouteInFlight:

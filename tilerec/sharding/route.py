@@ -68,6 +68,7 @@ class Routed:
     member_starts: list[int] = field(default_factory=list)
     member_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     pending: Any = None
+    handle: Handle | None = None  # of the ids in transit
     # Tensors of a batch that the lookup reads without a copy, each with its mark when it was routed.
     in_place: tuple[tuple[Tensor, Any], ...] = ()
     repeats: Repeats | None = None  # set if the bags are distinct ids
@@ -84,9 +85,14 @@ class Routed:
     def wait(self) -> Routed:
         """Wait until the ids have arrived, and unpack them."""
         if self.pending is not None:
-            finish, self.pending = self.pending, None
+            finish, self.pending, self.handle = self.pending, None, None
             finish()
         return self
+
+    def receive(self) -> None:
+        """Unpack the ids if they have arrived, which frees the messages; never blocks."""
+        if self.handle is not None and self.handle.is_done():
+            self.wait()
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,9 @@ class LocalHandle:
 
     def wait(self) -> Tensor:
         return self.tensor
+
+    def is_done(self) -> bool:
+        return True
 
 
 class Router:
@@ -369,6 +378,7 @@ class Router:
             weights_need_grad, expected.unions, expected.members, repeats=batch.repeats,
         )  # fmt: skip
         sent = StreamEvent(payload.device) if payload.is_cuda else None
+        routed.handle = handle
         routed.pending = lambda: self._receive(routed, handle, sent, expected, weights is not None)
         return routed
 

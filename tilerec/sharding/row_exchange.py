@@ -103,6 +103,9 @@ class _Decoded:
             self.decoded = self.decoder.decode(self.handle.wait(), self.rows.counts, self.rows.widths)
         return self.decoded
 
+    def is_done(self) -> bool:
+        return self.handle.is_done()
+
 
 class RowExchange:
     """Exchange of one module's rows and gradients between the owners of rows and the home ranks."""

@@ -1,4 +1,4 @@
-"""Hash ops on the native CPU library (native/hash.cpp): `hash_rows_` and the `zch_*` ops.
+"""Hash ops on the native CPU library (native/hash.cpp): `hash_rows_`, `take_items_` and the `zch_*` ops.
 
 `definition.py` specifies the ops; this file only converts arguments. Results equal the reference bit for bit, for any
 number of threads.
@@ -7,7 +7,7 @@ number of threads.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilerec.ops.hash.checks import (
     raise_bad_count,
+    raise_bad_order,
     raise_bad_ttl,
     raise_misplaced_id,
     raise_wrong_bucket,
@@ -25,6 +26,7 @@ from tilerec.ops.runtime.cpu.library import BAD_ID, NO_MEMORY, advise_huge_pages
 from tilerec.ops.runtime.cpu.memory import reused_empty
 from tilerec.ops.runtime.cpu.records import Zch, ZchResizing
 
+_P, _I64 = ctypes.c_void_p, ctypes.c_int64
 _BAD_COUNT = 1  # TR_ZCH_BAD_COUNT of native/hash.h; the other one is TR_ZCH_BAD_TTL
 
 
@@ -76,6 +78,27 @@ def _hash_rows_(library: ctypes.CDLL) -> Callable[..., None]:
         function(ids_N.data_ptr(), ids_N.shape[0], rows, first_row, rows_N.data_ptr())
 
     return hash_rows_
+
+
+def _take_items_(library: ctypes.CDLL) -> Callable[..., None]:
+    function = library.tr_take_items
+    function.restype = _I64
+    function.argtypes = [_P, _I64, _I64, _P, _I64, _P, _P, _I64, _I64, _I64]
+
+    def take_items_(
+        items_n: Tensor, order_M: Tensor, counts: Sequence[int], outs: Sequence[Tensor], starts: Sequence[int],
+        rows: int, first_row: int,
+    ) -> None:  # fmt: skip
+        items_n, order_M, item_bytes, parts = items_n.contiguous(), order_M.contiguous(), items_n.itemsize, len(outs)
+        places = (_I64 * parts)(*[o.data_ptr() + s * item_bytes for o, s in zip(outs, starts, strict=True)])
+        written = function(
+            items_n.data_ptr(), items_n.shape[0], item_bytes, order_M.data_ptr(), order_M.itemsize, places,
+            (_I64 * parts)(*counts), parts, rows, first_row,
+        )  # fmt: skip
+        if written < order_M.shape[0]:
+            raise_bad_order(order_M, items_n.shape[0])
+
+    return take_items_
 
 
 def _zch_find(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -170,6 +193,7 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
     return {
         "zch_buckets": _zch_buckets(library),
         "hash_rows_": _hash_rows_(library),
+        "take_items_": _take_items_(library),
         "zch_find": _zch_find(library),
         "zch_assign_": _zch_assign_(library),
         "zch_resize": _zch_resize(library),

@@ -23,7 +23,7 @@ Shapes
 
 This file has typed functions that call the ops. Other files of this folder:
 
-    find.py, assign.py, resize.py, hashed_rows.py
+    find.py, assign.py, resize.py, hashed_rows.py, taken_items.py
                                     the ops: references (any device; Python loops over the used buckets), fake kernels
     place.py                        positions where an id may be
     policy.py                       eviction policies
@@ -32,12 +32,15 @@ This file has typed functions that call the ops. Other files of this folder:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tilerec.ops.hash import assign as assign
 from tilerec.ops.hash import find as find
 from tilerec.ops.hash import hashed_rows as hashed_rows
+from tilerec.ops.hash import taken_items as taken_items
 from tilerec.ops.hash.checks import COUNTER_LIMIT as COUNTER_LIMIT
 from tilerec.ops.hash.policy import IdOutcome as IdOutcome
 from tilerec.ops.hash.policy import Policy as Policy
@@ -55,6 +58,8 @@ from tilerec.ops.hash.state import (
 )
 from tilerec.ops.hash.state import AssignOptions as AssignOptions
 from tilerec.ops.hash.state import empty_state as empty_state
+from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
+from tilerec.ops.runtime.library import LIBRARY
 
 _OPS = torch.ops.tilerec
 
@@ -70,6 +75,31 @@ def hash_rows(ids_N: Tensor, rows: int, first_row: int, rows_N: Tensor) -> None:
     ids [1, 2, -1], rows 1000, first_row 0 -> [789, 730, 67]
     """
     _OPS.hash_rows_.default(ids_N, rows, first_row, rows_N)
+
+
+def take_items_(
+    items_n: Tensor, order_M: Tensor, counts: Sequence[int], outs: Sequence[Tensor], starts: Sequence[int], *,
+    rows: int = 0, first_row: int = 0,
+) -> None:  # fmt: skip
+    """Write the items at `order_M` into parts: counts[0] items to outs[0] from starts[0] on, and so forth.
+
+    Args:
+        items_n: [n], of a type of 4 or 8 bytes.
+        order_M: int32 or int64 [M], each in [0, n).
+        counts, starts: integers [parts]; the counts have the sum M.
+        outs: one-dimensional, of the type of the items.
+        rows, first_row: if rows > 0, the items are int64 ids, and their rows of `hash_rows` are written in their place.
+
+    items [a, b, c], order [2, 0, 2], counts [1, 2], outs [[x], [x, x, x]], starts [0, 1] -> outs [[c], [x, a, c]]
+
+    Raises:
+        InputError: a number in `order_M` outside of [0, n), or memory without room for its part.
+    """
+    args = items_n, order_M, counts, outs, starts, rows, first_row
+    if items_n.device.type == "cpu" and can_bypass_dispatcher((items_n, order_M, *outs)):
+        LIBRARY.cpu_kernels["take_items_"](*args)  # torch's boxing of tens of parts takes longer than small columns
+    else:
+        _OPS.take_items_.default(*args)
 
 
 def zch_find(ids_N: Tensor, state: HashState, table: HashRange) -> Found:
