@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tilerec.delta import RequestLock, request_lock
-from tilerec.delta.row_gate import RowWrite
+from tilerec.ops.backends import RowWrite
 
 
 @pytest.fixture(params=["native", "plain"])
 def lock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RequestLock:
     if request.param == "plain":
-        monkeypatch.setattr(request_lock, "library", lambda: None)
+        monkeypatch.setattr(request_lock, "row_gate", lambda: None)
     return RequestLock()
 
 

@@ -27,9 +27,9 @@ from tilerec.delta.encodings import PART
 from tilerec.delta.log import DeltaLog, Entry, EntryName
 from tilerec.delta.record import DeltaRecord
 from tilerec.delta.request_lock import RequestLock
-from tilerec.delta.row_gate import RowWrite
 from tilerec.delta.staged import StagedRows, stage
 from tilerec.errors import ConfigError, FileError, InputError
+from tilerec.ops.backends import RowWrite
 
 ROWS = 1024
 """Rows that are written while the lock is held."""

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
 
-from tilerec.delta.row_gate import RowGate
-from tilerec.ops.runtime.cpu.library import library
+from tilerec.ops.backends import row_gate
 
 
 @final
@@ -30,8 +29,7 @@ class RequestLock:
     """
 
     def __init__(self) -> None:
-        native = library()
-        self.gate = None if native is None else RowGate(native)
+        self.gate = row_gate()
         self._plain = threading.Lock()
 
     def __enter__(self) -> None:

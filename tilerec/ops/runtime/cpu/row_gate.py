@@ -1,4 +1,4 @@
-"""`RowGate`: the gate of a `RequestLock`. `RowWrite`: rows to copy. Both use the native library (native/row_gate.h).
+"""`RowGate`: keeps requests and a follower's writes apart. `RowWrite`: rows to copy. Both are native/row_gate.h.
 
 Legend: M rows that are written, N rows of a tensor.
 """
@@ -56,6 +56,12 @@ class RowGate:
     def open(self) -> None:
         """Let requests in again; return once those that waited are in."""
         self._open(self.place)
+
+
+def row_gate() -> RowGate | None:
+    """Return a new gate; None without the native library."""
+    native = library()
+    return None if native is None else RowGate(native)
 
 
 class RowWrite(NamedTuple):
@@ -116,11 +122,11 @@ class RowWrite(NamedTuple):
         counts = self._row_bytes(), _NUMBER(len(self.values)), _NUMBER(hold)
         native.tr_gate_write_rows(_ADDRESS(gate), *self._target(), *source, *counts)
 
-    def _target(self) -> tuple[ctypes._SimpleCData[int], ...]:
+    def _target(self) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]:
         rows = None if self.rows_M is None else self.rows_M.data_ptr()
         return _ADDRESS(self.place.data_ptr()), _NUMBER(self.place.stride(0) * self.place.itemsize), _ADDRESS(rows)
 
-    def _row_bytes(self) -> ctypes._SimpleCData[int]:
+    def _row_bytes(self) -> ctypes.c_int64:
         return _NUMBER(self.values[0].nbytes)
 
 
