@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -105,6 +106,19 @@ def test_calls_of_several_threads_wait_for_each_other(model: EveryKind, package:
 
     with ThreadPoolExecutor(4) as threads:
         assert all(done.result(60) for done in [threads.submit(call) for _ in range(4)])
+
+
+def test_a_package_that_is_no_longer_used_keeps_no_memory(path: Path, tmp_path: Path) -> None:
+    """A server takes over many versions; the weights of those before are freed."""
+    copy = tmp_path / "copy.pt2"
+    shutil.copy(path, copy)
+    own = load(copy)
+    own(*every_batch(2).args())
+    maps = Path("/proc/self/maps")
+    assert str(copy) in maps.read_text()
+    del own
+    gc.collect()
+    assert str(copy) not in maps.read_text()
 
 
 def test_arguments_pass_by_name_and_keys_in_any_order(model: EveryKind, package: Package) -> None:

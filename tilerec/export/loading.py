@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,17 @@ def load(path: str | Path, *, verify: bool = True, name: str = "") -> Package:
             f"{what}: its manifest describes another model than its compiled part; expected the manifest of the "
             f"export. {_AGAIN}"
         )
-    runner.load_constants({name: package.tensors[name] for name in wanted}, False, True, True)
-    return Package(manifest, package.tensors, runner)
+    constants = {name: package.tensors[name].detach() for name in wanted}
+    runner.load_constants(constants, False, True, True)
+    loaded = Package(manifest, package.tensors, runner)
+    weakref.finalize(loaded, _release, list(constants.values())).atexit = False
+    return loaded
+
+
+def _release(constants: Sequence[Tensor]) -> None:
+    """Take the memory from constants of a runner that has ended: torch never frees the tensors themselves."""
+    for constant in constants:
+        constant.set_()  # type: ignore[call-overload]
 
 
 def _check_versions(manifest: Manifest, what: str) -> None:
