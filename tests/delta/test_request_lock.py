@@ -1,4 +1,4 @@
-"""Writes of a follower are done in their order between requests, by whichever side has the lock."""
+"""Requests and a follower's writes exclude each other, and no request waits for more than one write."""
 
 from __future__ import annotations
 
@@ -6,87 +6,78 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
-from tilerec.delta import RequestLock
+from tilerec.delta import RequestLock, request_lock
+from tilerec.ops.backends import RowWrite
 
 
-def await_writes(lock: RequestLock) -> None:
-    """Return once a follower in another thread has posted writes."""
-    while not lock._writes:
+@pytest.fixture(params=["native", "plain"])
+def lock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RequestLock:
+    if request.param == "plain":
+        monkeypatch.setattr(request_lock, "row_gate", lambda: None)
+    return RequestLock()
+
+
+def test_a_write_waits_for_the_request_that_runs(lock: RequestLock) -> None:
+    seen, began = list[str](), threading.Event()
+
+    def follow() -> None:
+        began.set()
+        with lock.writing():
+            seen.append("written")
+
+    with ThreadPoolExecutor(1) as thread:
+        with lock:
+            done = thread.submit(follow)
+            assert began.wait(60)
+            seen.append("read")
+        done.result()
+    assert seen == ["read", "written"]
+
+
+def test_a_request_waits_for_one_write_only(lock: RequestLock) -> None:
+    if lock.gate is None:
+        pytest.skip("threading.Lock has no order")
+    seen, waits = list[str](), threading.Event()
+
+    def read() -> None:
+        waits.set()
+        with lock:
+            seen.append("read")
+
+    with ThreadPoolExecutor(1) as thread:
+        with lock.writing():
+            done = thread.submit(read)
+            assert waits.wait(60)
+            while not lock.gate.waiting:
+                pass
+            seen.append("first write")
+        with lock.writing():
+            seen.append("second write")
+        done.result()
+    assert seen == ["first write", "read", "second write"]
+
+
+def test_requests_run_beside_each_other() -> None:
+    lock = RequestLock()
+    if lock.gate is None:
+        pytest.skip("needs the native library")
+    with lock, ThreadPoolExecutor(1) as thread:
+        thread.submit(lambda: [lock.__enter__(), lock.__exit__()]).result(60)
+
+
+def test_a_write_that_fails_lets_requests_in_again(lock: RequestLock) -> None:
+    with pytest.raises(OSError, match="a disk that is gone"), lock.writing():
+        raise OSError(5, "a disk that is gone")
+    with lock:
+        pass
+    with lock.writing():
         pass
 
 
-def test_without_requests_the_follower_writes_in_order() -> None:
-    seen: list[tuple[int, int]] = []
-    RequestLock().write([lambda number=number: seen.append((number, threading.get_ident())) for number in range(5)])
-    assert seen == [(number, threading.get_ident()) for number in range(5)]
-
-
-def test_no_writes_wait_for_no_request() -> None:
-    lock = RequestLock()
-    with lock:
-        lock.write([])
-
-
-def test_a_request_that_ends_does_one_write_and_the_follower_the_rest() -> None:
-    lock, seen = RequestLock(), list[int]()
-    with ThreadPoolExecutor(1) as thread:
-        follower = thread.submit(threading.get_ident).result()
-        with lock:
-            done = thread.submit(lock.write, [lambda: seen.append(threading.get_ident())] * 3)
-            await_writes(lock)
-            assert not seen  # nothing is written while a request reads
-        assert seen[0] == threading.get_ident()
-        done.result()
-    assert seen[1:] == [follower] * 2
-
-
-def test_a_request_waits_for_one_write_only() -> None:
-    lock, seen, began = RequestLock(), list[int](), threading.Event()
-
-    def first() -> None:
-        began.set()
-        while not lock._entry.locked():  # until the request waits
-            pass
-        seen.append(0)
-
-    with ThreadPoolExecutor(1) as thread:
-        done = thread.submit(lock.write, [first, *(lambda number=number: seen.append(number) for number in (1, 2, 3))])
-        assert began.wait(60)
-        with lock:
-            assert seen == [0]
-        done.result()
-    assert seen == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("by", ["follower", "request"])
-def test_an_error_of_a_write_is_the_followers_and_ends_its_writes(by: str) -> None:
-    lock, seen = RequestLock(), list[int]()
-
-    def fails() -> None:
-        raise OSError(5, "a disk that is gone")
-
-    with ThreadPoolExecutor(1) as thread:
-        if by == "request":
-            with lock:
-                done = thread.submit(lock.write, [fails, lambda: seen.append(1)])
-                await_writes(lock)
-        else:
-            done = thread.submit(lock.write, [fails, lambda: seen.append(1)])
-        with pytest.raises(OSError, match="a disk that is gone"):
-            done.result()
-    assert not seen
-    lock.write([lambda: seen.append(2)])
-    with lock:
-        assert seen == [2]
-
-
-def test_no_request_of_several_threads_reads_between_two_halves_of_a_write() -> None:
-    lock, row, done = RequestLock(), [0, 0], threading.Event()
-
-    def write() -> None:
-        row[0] += 1
-        row[1] += 1
+def test_no_request_of_several_threads_reads_between_two_halves_of_a_write(lock: RequestLock) -> None:
+    row, done = [0, 0], threading.Event()
 
     def read() -> list[tuple[int, int]]:
         found = []
@@ -97,9 +88,37 @@ def test_no_request_of_several_threads_reads_between_two_halves_of_a_write() -> 
 
     with ThreadPoolExecutor(3) as threads:
         readers = [threads.submit(read) for _ in range(3)]
-        for _ in range(20):
-            lock.write([write] * 50)
+        for _ in range(30):
+            with lock.writing():
+                row[0] += 1
+                row[1] += 1
         done.set()
         found = [pair for reader in readers for pair in reader.result()]
-    assert row == [1000, 1000]
+    assert row == [30, 30]
     assert all(first == second for first, second in found)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["all rows", "listed rows"])
+def test_a_request_sees_each_row_as_a_whole(listed: bool) -> None:
+    lock, done = RequestLock(), threading.Event()
+    place = torch.zeros(64, 4096, dtype=torch.int64)
+
+    def read() -> int:
+        count = 0
+        while not done.is_set():
+            with lock:
+                assert torch.equal(*torch.aminmax(place, dim=1))
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(1) as thread:
+        reader = thread.submit(read)
+        for number in range(1, 30):
+            write = RowWrite(place, torch.arange(63, -1, -1) if listed else None, torch.full_like(place, number))
+            native = write.native
+            if native is None or lock.gate is None:
+                pytest.skip("needs the native library")
+            write.run_between_requests(native, lock.gate, 3)
+            assert bool((place == number).all())
+        done.set()
+        assert reader.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,34 @@ def test_a_package_returns_the_model_s_bits(model: EveryKind, package: Package, 
     found = package(*batch.args())
     for name, value in wanted(model, batch).items():
         assert torch.equal(found[name], value)
+
+
+def test_calls_of_several_threads_wait_for_each_other(model: EveryKind, package: Package) -> None:
+    batches = [every_batch(samples, samples) for samples in (1, 5, 40)]
+    want = [wanted(model, batch)["logits"] for batch in batches]
+
+    def call() -> bool:
+        return all(
+            torch.equal(package(*batch.args())["logits"], logits)
+            for _ in range(10)
+            for batch, logits in zip(batches, want, strict=True)
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(done.result(60) for done in [threads.submit(call) for _ in range(4)])
+
+
+def test_a_package_that_is_no_longer_used_keeps_no_memory(path: Path, tmp_path: Path) -> None:
+    """A server takes over many versions; the weights of those before are freed."""
+    copy = tmp_path / "copy.pt2"
+    shutil.copy(path, copy)
+    own = load(copy)
+    own(*every_batch(2).args())
+    maps = Path("/proc/self/maps")
+    assert str(copy) in maps.read_text()
+    del own
+    gc.collect()
+    assert str(copy) not in maps.read_text()
 
 
 def test_arguments_pass_by_name_and_keys_in_any_order(model: EveryKind, package: Package) -> None:
@@ -289,6 +319,17 @@ def test_a_changed_weight_is_found(path: Path, package: Package, tmp_path: Path)
     other = tmp_path / "changed.pt2"
     other.write_bytes(bytes(changed))
     with pytest.raises(ConfigError, match=r"weight '.*' has other bytes than the manifest states"):
+        load(other)
+
+
+def test_changed_code_is_found_before_it_runs(path: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        code = next(part for part in archive.infolist() if part.filename.endswith(".so"))
+    changed = bytearray(path.read_bytes())
+    changed[code.header_offset + 200 + code.file_size // 2] ^= 1
+    other = tmp_path / "changed.pt2"
+    other.write_bytes(bytes(changed))
+    with pytest.raises(ConfigError, match=r"changed\.pt2: got a damaged part"):
         load(other)
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
+import resource
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,9 @@ from tests.serve.conftest import GOOD, IDS, INSTANCES, LENGTHS, Small, StandInSo
 from tilerec.delta import DeltaLog, DeltaWriter, follower
 from tilerec.errors import FileError
 from tilerec.export import Package
+from tilerec.serve import served_model
 from tilerec.serve.app import make_app
-from tilerec.serve.served_model import ServedModel
+from tilerec.serve.served_model import ServedModel, map_pages
 
 Opened = Callable[[Path], Package]
 
@@ -106,6 +111,35 @@ def test_an_answer_names_the_state_of_the_weights_that_made_it(
         model.look()
         assert "got number 3; expected 2 before it" in model.error
         assert predictions(client) == (f"{base}@1", want(log.model))
+
+
+def test_requests_find_the_pages_of_the_weights_mapped(opened: Opened, served_path: Path) -> None:
+    size = 1 << 24
+    fd = os.memfd_create("weights")
+    os.truncate(fd, size)
+    memory = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+    os.close(fd)
+    package = opened(served_path)
+    package.weights["large"] = torch.frombuffer(memory, dtype=torch.float32)
+    map_pages(package)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    assert package.weights["large"].sum() == 0
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < size / mmap.PAGESIZE / 100
+
+
+def test_the_first_version_s_pages_are_mapped_beside_requests_and_later_ones_before(
+    served_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Package, bool]] = []
+    monkeypatch.setattr(
+        served_model, "map_pages", lambda own: seen.append((own, threading.current_thread() is threading.main_thread()))
+    )
+    model = ServedModel(StandInSource(served_path, opened), every=0)
+    first = model.version.package
+    model._pages.join()
+    replace(served_path, GOOD, model)
+    assert seen == [(first, False), (model.version.package, True)]
+    assert model.version.package is not first
 
 
 def test_weights_without_a_log_are_those_of_the_package(served_path: Path, opened: Opened) -> None:

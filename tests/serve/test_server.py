@@ -37,6 +37,7 @@ from tilerec.export.package_file import open_package
 from tilerec.serve.load import Load, offer_load
 from tilerec.serve.package_source import FileSource
 from tilerec.serve.served_model import ServedModel
+from tilerec.serve.server import listen
 from tilerec.serve.server_options import ServerOptions
 
 BODY = json.dumps({"instances": INSTANCES}).encode()
@@ -339,6 +340,14 @@ def test_one_process_serves_a_file_that_is_overwritten(first: Built, second: Bui
     model.look()
     assert model.version.base == second.version
     assert str(path) in model.error
+
+
+def test_connections_send_each_answer_at_once() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as client:
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert connection.getpeername() == client.getsockname()
 
 
 def test_a_server_that_cannot_start_ends_with_the_reason(first: Built, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,11 +29,12 @@ from tilerec.delta.record import DeltaRecord
 from tilerec.delta.request_lock import RequestLock
 from tilerec.delta.staged import StagedRows, stage
 from tilerec.errors import ConfigError, FileError, InputError
+from tilerec.ops.backends import RowWrite
 
-ROWS = 512
-"""Rows that are written while the lock is held: 13 microseconds for 68 bytes each, 36 for 256 bytes (Intel Xeon)."""
-BLOCK_ROWS = 4096
-"""Rows that are prepared at a time, before the lock is taken for the first of them."""
+ROWS = 1024
+"""Rows that are written while the lock is held."""
+BLOCK_ROWS = 65_536
+"""Rows of a call of the native library, which no signal interrupts."""
 
 Reason = Literal["damaged", "gap", "repeated", "other base", "other model", "other run"]
 
@@ -141,7 +141,8 @@ class Follower:
         Tables get two announcements: a request may fill caches in between.
         """
         module = self._target if isinstance(self._target, nn.Module) else None
-        self._locked([lambda: self._noted(record, False)])
+        with self._writing_lock():
+            self._noted(record, False)
         if module is not None:
             announce_write(module)
         try:
@@ -149,7 +150,8 @@ class Follower:
         finally:
             if module is not None:
                 announce_write(module)
-        self._locked([lambda: self._noted(record, True)])
+        with self._writing_lock():
+            self._noted(record, True)
 
     # -------------------------------------------------------------------------------------------------------- checks
 
@@ -256,7 +258,8 @@ class Follower:
     def _write_base(self, chain: Chain, name: str, piece: Piece) -> None:
         box, memory = piece
         if not box.sizes or not box.cells:
-            self._locked([lambda: chain.read([Wanted(piece, name)])])
+            with self._writing_lock():
+                chain.read([Wanted(piece, name)])
             return
         for first, held in published_blocks(chain, name, box):
             rows_U = unequal_rows(held, memory[first - box.offsets[0] :])
@@ -269,9 +272,10 @@ class Follower:
         both = part.box.overlap(piece.box) if part.box.sizes else None
         if both is None:
             if not part.box.sizes:
-                self._locked([partial(_copy, piece.memory, part.values)])
+                with self._writing_lock():
+                    piece.memory.copy_(part.values)
             return
-        place, values = _bytes_of(piece.memory), part.values
+        place, values = _bytes_of(piece.memory), _bytes_of(part.values)
         first, size = both.offsets[0], both.sizes[0]
         if part.rows_U is None:
             low, high = first - part.box.offsets[0], first - part.box.offsets[0] + size
@@ -280,78 +284,30 @@ class Follower:
         for dim in range(1, len(both.sizes)):
             place = place.narrow(dim, both.offsets[dim] - piece.box.offsets[dim], both.sizes[dim])
             values = values.narrow(dim, both.offsets[dim] - part.box.offsets[dim], both.sizes[dim])
-        place, values = _words_of(place, values)
         for at in range(low, high, BLOCK_ROWS):
             some = values[at : min(at + BLOCK_ROWS, high)].to(place.device)
             if part.rows_U is None:
                 own = place.narrow(0, at + part.box.offsets[0] - piece.box.offsets[0], some.shape[0])
-                _own_pages(own, None)
-                pairs = zip(own.split(ROWS), some.split(ROWS), strict=True)
-                self._locked([partial(_copy, target, source) for target, source in pairs])
+                self._write_rows(RowWrite(own, None, some))
             else:
                 rows = (part.rows_U[at : at + some.shape[0]] - piece.box.offsets[0]).to(place.device)
-                _own_pages(place, rows)
-                pairs = zip(rows.split(ROWS), some.split(ROWS), strict=True)
-                self._locked([partial(_copy_rows, place, listed, source) for listed, source in pairs])
+                self._write_rows(RowWrite(place, rows, some))
 
-    def _locked(self, writes: Sequence[Callable[[], object]]) -> None:
-        """Do writes in their order, each while the lock is held."""
-        if isinstance(self._lock, RequestLock):
-            self._lock.write(writes)
+    def _write_rows(self, write: RowWrite) -> None:
+        """Write rows, at most `ROWS` of them while the lock is held."""
+        gate, native = self._lock.gate if isinstance(self._lock, RequestLock) else None, write.native
+        if gate is not None and native is not None:
+            write.run_between_requests(native, gate, ROWS)
             return
-        for write in writes:
-            with self._lock:
-                write()
+        for some in write.parts(ROWS):
+            some.own_pages()
+            with self._writing_lock():
+                some.run()
 
-
-@torch.no_grad()
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
-
-
-@torch.no_grad()
-def _copy_rows(target: Tensor, rows: Tensor, source: Tensor) -> None:
-    target.index_copy_(0, rows, source)
-
-
-def _own_pages(place: Tensor, rows: Tensor | None) -> None:
-    """Write the first and the last cell of rows as they are.
-
-    If the tensor is mapped from a file, the first write to a page copies it, in 1 to 2 microseconds. So this happens
-    before the lock is taken, not while it is held. A reader sees no change.
-    """
-    if place.device.type != "cpu" or place.dim() < 2 or not place.shape[1]:
-        return
-    for cells in (place[:, :1], place[:, -1:]):
-        if rows is None:
-            cells.copy_(cells.clone())
-        else:
-            cells.index_copy_(0, rows, cells.index_select(0, rows))
+    def _writing_lock(self) -> AbstractContextManager[object]:
+        return self._lock.writing() if isinstance(self._lock, RequestLock) else self._lock
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor of 8-bit floats as whole numbers: torch does not index all of them."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-def _words_of(place: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors of rows as whole numbers of 8, 4 or 1 bytes, if their rows are of such ones.
-
-    torch copies number by number: 512 rows of 68 bytes take 13 microseconds as 32-bit numbers, 27 as bytes.
-    """
-    for word in (torch.int64, torch.int32):
-        if all(_consists_of(tensor, word.itemsize) for tensor in (place, values)):
-            return place.view(word), values.view(word)
-    return place, _bytes_of(values)
-
-
-def _consists_of(rows: Tensor, size: int) -> bool:
-    """Return True if every row is contiguous, and begins and ends at a multiple of `size` bytes of the storage."""
-    cells = size // rows.dtype.itemsize
-    return (
-        cells > 0
-        and rows.dim() > 1
-        and rows.stride(-1) == 1
-        and rows.data_ptr() % size == 0
-        and not any(number % cells for number in (rows.storage_offset(), rows.shape[-1], *rows.stride()[:-1]))
-    )

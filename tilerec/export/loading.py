@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.export.manifest import OPS_ABI, Manifest, torch_version
-from tilerec.export.package_file import check_weights, open_package
+from tilerec.export.package_file import check_parts, check_weights, open_package
 from tilerec.export.signature import flat_tensors, is_input
 from tilerec.torch_private import package_loader, pytree
 
@@ -20,7 +22,7 @@ _AGAIN = "Export the model again, or copy the file again."
 
 
 class Package:
-    """A loaded package: call it as the model.
+    """A loaded package: call it as the model, from any number of threads. One call runs at a time.
 
     Attributes:
         manifest: inputs, outputs, tables, weights and versions.
@@ -31,6 +33,8 @@ class Package:
     def __init__(self, manifest: Manifest, weights: dict[str, Tensor], runner: Any) -> None:
         self.manifest, self.weights = manifest, weights
         self._runner = runner
+        # torch's runner takes one call at a time. The next one would wait with Python's global lock, which ops need.
+        self._running = threading.Lock()
         spec = runner.get_call_spec()
         self._out_spec = pytree.treespec_loads(spec[1])
         self._structure = pytree.treespec_loads(manifest.signature.structure)
@@ -62,7 +66,7 @@ class Package:
         for spec, tensor in zip(self._specs, tensors, strict=True):
             spec.check(tensor, sizes)
         try:
-            with torch.no_grad():
+            with self._running, torch.no_grad():
                 outputs: list[Tensor] = self._runner.boxed_run([tensor.contiguous() for tensor in tensors])
         except RuntimeError as error:
             raise _cause(error) from error
@@ -106,8 +110,8 @@ def load(path: str | Path, *, verify: bool = True, name: str = "") -> Package:
     Weights are mapped into memory: processes that load one file share its pages.
 
     Args:
-        verify: compare the digests of all weights with the manifest, which reads the file once. False starts in well
-            under a second for any size.
+        verify: compare the digests of all weights with the manifest, and the other parts with their checksums, which
+            reads the file once. False starts in well under a second for any size.
         name: of the file in errors; "": the path.
 
     Raises:
@@ -121,6 +125,7 @@ def load(path: str | Path, *, verify: bool = True, name: str = "") -> Package:
     _check_versions(manifest, what)
     if verify:
         check_weights(package, what)
+        check_parts(path, what)
     try:
         runner = package_loader(str(path))
         stated = runner.get_metadata()
@@ -134,8 +139,17 @@ def load(path: str | Path, *, verify: bool = True, name: str = "") -> Package:
             f"{what}: its manifest describes another model than its compiled part; expected the manifest of the "
             f"export. {_AGAIN}"
         )
-    runner.load_constants({name: package.tensors[name] for name in wanted}, False, True, True)
-    return Package(manifest, package.tensors, runner)
+    constants = {name: package.tensors[name].detach() for name in wanted}
+    runner.load_constants(constants, False, True, True)
+    loaded = Package(manifest, package.tensors, runner)
+    weakref.finalize(loaded, _release, list(constants.values())).atexit = False
+    return loaded
+
+
+def _release(constants: Sequence[Tensor]) -> None:
+    """Take the memory from constants of a runner that has ended: torch never frees the tensors themselves."""
+    for constant in constants:
+        constant.set_()  # type: ignore[call-overload]
 
 
 def _check_versions(manifest: Manifest, what: str) -> None:

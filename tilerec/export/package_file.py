@@ -20,6 +20,7 @@ import re
 import stat
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -265,3 +266,14 @@ def check_weights(package: OpenPackage, what: str) -> None:
                 f"{what}: weight '{own.name}' has other bytes than the manifest states; expected digest "
                 f"{own.sha256[:16]}. {_AGAIN}"
             )
+
+
+def check_parts(path: str | Path, what: str) -> None:
+    """Raise a `ConfigError` if a part of the archive is not the one that was written. Weights have digests instead."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for part in archive.infolist():
+                if part.filename != _WEIGHTS:
+                    archive.read(part)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise ConfigError(f"{what}: got a damaged part ({error}); expected the exported file. {_AGAIN}") from error

@@ -21,7 +21,7 @@ from pathlib import Path
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError, FileError
 from tilerec.export.manifest import Manifest
-from tilerec.export.package_file import check_weights, open_package
+from tilerec.export.package_file import check_parts, check_weights, open_package
 from tilerec.export.signature import TensorSpec
 from tilerec.export.triton_model import PACKAGE, THREADS
 
@@ -59,6 +59,7 @@ def write_triton(
     what = f"Package {source}"
     opened = open_package(source)
     check_weights(opened, what)
+    check_parts(source, what)
     model = Path(folder) / _checked(name or source.stem)
     text = triton_config(opened.manifest, model.name, instances=instances, threads=threads)
     config = model / "config.pbtxt"

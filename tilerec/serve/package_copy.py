@@ -16,15 +16,13 @@ import errno
 import fcntl
 import hashlib
 import os
-import zipfile
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, final
 
 from tilerec.errors import ConfigError, FileError
 from tilerec.export.loading import Package, load
-from tilerec.export.package_file import WEIGHTS_AT, OpenPackage, open_file, open_package
+from tilerec.export.package_file import WEIGHTS_AT, OpenPackage, check_parts, open_file, open_package
 
 CHUNK_BYTES = 1 << 20
 """Bytes that a thread reads, digests and writes at a time: they stay in the cache of its core."""
@@ -161,16 +159,7 @@ def _check(fd: int, stated: OpenPackage, digests: dict[tuple[int, int], str], na
                 f"{what}: weight '{own.name}' has other bytes than the manifest states; expected digest "
                 f"{own.sha256[:16]}. Export the model again, or copy the file again."
             )
-    try:
-        with zipfile.ZipFile(_path(fd)) as archive:
-            for part in archive.infolist():
-                if part.header_offset:  # all but the weights
-                    archive.read(part)
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise ConfigError(
-            f"{what}: got a damaged part ({error}); expected the exported file. Export the model again, or copy the "
-            "file again."
-        ) from error
+    check_parts(_path(fd), what)
 
 
 def _changed(name: str) -> ConfigError:

@@ -46,7 +46,7 @@ class Workers:
     """The processes of a server. One thread makes and runs them: a fork copies no other thread's locks.
 
     Args:
-        copy: of the version to start with.
+        copy: of the version to start with; `run` closes it, or the one that has taken its place.
         watch: of the file, begun before it was copied.
     """
 
@@ -91,6 +91,8 @@ class Workers:
                 self._trial.stop()
             for worker in self._running:
                 worker.process.join()
+                worker.channel.close()
+            self._copy.close()
             gc.unfreeze()
             for name, handler in before.items():
                 signal.signal(name, handler)
