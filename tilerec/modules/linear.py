@@ -28,7 +28,7 @@ from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
 from tilerec.torch_private import onednn_is_enabled, onednn_linear
 
 MIN_PRODUCTS = 1 << 23
-"""Multiplications B I O from which a product is large. oneDNN gains from 1 << 20 on, but there less than 0.1 ms a step."""
+"""Multiplications B I O of a large product. oneDNN gains from 1 << 20 on, but below this less than 0.1 ms a step."""
 MIN_WIDTH = 8
 """Smallest I and O for oneDNN: MKL's products of a matrix and a vector are as fast."""
 
