@@ -90,10 +90,11 @@ def _copy_rows(tile: TableRows, at_U: Tensor, head: TableRows, source_U: Tensor)
     """Copy some rows of a head, with their state, to rows of a tile."""
     first, width = tile.place.column_offset, tile.leaf.shape[1]
     tile.about_to_write(at_U)
-    for target, source in zip(tile.host(), head.host(), strict=True):
+    targets = tile.host()
+    for target, source in zip(targets, head.host(), strict=True):
         own = source if source.dim() == 1 else source[:, first : first + width]
         indexable(target).index_copy_(0, at_U, indexable(own).index_select(0, source_U))
-    torch.autograd.graph.increment_version(tile.host())
+    torch.autograd.graph.increment_version(targets)
     tile.wrote()
 
 

@@ -195,7 +195,8 @@ class TileRows(TableRows):
             for table, sums in zip(ways.parts, _summed(ways.parts, own), strict=True):
                 table.about_to_write(sums[0])
                 split.append((table, sums))
-        write_back(heads)
+        if heads:
+            write_back(heads)
         failures += update_in_phases(tables[0].peers.group, split)
         if failures:
             raise failures[0]
