@@ -50,7 +50,7 @@ class Output:
         tensor then has the columns between them, too.
         """
         if grad.dim() == 1 or grad.is_contiguous() or grad.stride(1) != 1 or grad.stride(0) < grad.shape[1]:
-            return self, grad.reshape(-1)
+            return self, grad.contiguous().view(-1)
         (rows, columns), stride = grad.shape, grad.stride(0)
         places = [BagLocation(place.base, stride) for place in self.places]
         return replace(self, places=places), grad.as_strided(((rows - 1) * stride + columns,), (1,))
