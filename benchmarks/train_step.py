@@ -28,6 +28,9 @@ Cases
     dcn_hot     the same with 3 low-rank crosses of rank 64
     mlperf      the dense part of MLPerf's DLRM-DCNv2: rank 512, MLPs 512-256-128 and 1024-1024-512-256-1
 
+`--products` adds a row with a step's matrix products alone, computed by MKL in tilerec's processes in the same turns,
+over TorchRec's time in the first loop: a bound for the ratio of a side that multiplies with MKL.
+
 `--profile` adds the shares of operators in the time of all operators, by torch's profiler on rank 0.
 """
 
@@ -125,13 +128,13 @@ def check(ours: World, peer: World, tolerance: float) -> float:
 
 def turn(world: World, loop: str, steps: int) -> tuple[float, float]:
     """Return wall ms of the slowest rank and the mean processor ms of a step."""
-    answers = world.ask("steps", loop=loop, steps=steps)
+    answers = world.ask("products" if loop == "products" else "steps", loop=loop, steps=steps)
     return max(a["wall"] for a in answers), statistics.mean(a["processor"] for a in answers)
 
 
-def ratio(turns: list[dict[tuple[str, str], tuple[float, float]]], loop: str, part: int) -> str:
+def ratio(turns: list[dict[tuple[str, str], tuple[float, float]]], loop: str, other: str, part: int) -> str:
     """Return the median of ours / TorchRec over the turns, with the quartiles."""
-    found = [one["ours", loop][part] / one["peer", loop][part] for one in turns]
+    found = [one["ours", loop][part] / one["peer", other][part] for one in turns]
     low, middle, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
     return f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
@@ -144,14 +147,18 @@ def compare(name: str, ours: World, peer: World, options: argparse.Namespace) ->
     for number in range(options.turns + 1):
         order = list(worlds) if number % 2 else list(worlds)[::-1]
         found = {(side, loop): turn(worlds[side], loop, steps) for loop in options.loops for side in order}
+        if options.products:
+            found["ours", "products"] = turn(ours, "products", steps)
         if number:  # the first fills caches, readers and pipelines
             turns.append(found)
         else:
             steps = max(2, min(20, int(1e3 * options.seconds / max(wall for wall, _ in found.values()))))
-    for loop in options.loops:
-        ms = [statistics.median(one[side, loop][part] for one in turns) for part in (0, 1) for side in worlds]
-        cells = [name, str(len(ours.processes)), loop, f"{ms[0]:.0f}", f"{ms[1]:.0f}", ratio(turns, loop, 0)]
-        print(f"| {' | '.join([*cells, f'{ms[2]:.0f}', f'{ms[3]:.0f}', ratio(turns, loop, 1)])} |", flush=True)
+    products = [("products", options.loops[0])] if options.products else []
+    for loop, other in [*zip(options.loops, options.loops, strict=True), *products]:
+        keys = (("ours", loop), ("peer", other))
+        ms = [statistics.median(one[key][part] for one in turns) for part in (0, 1) for key in keys]
+        cells = [name, str(len(ours.processes)), loop, f"{ms[0]:.0f}", f"{ms[1]:.0f}", ratio(turns, loop, other, 0)]
+        print(f"| {' | '.join([*cells, f'{ms[2]:.0f}', f'{ms[3]:.0f}', ratio(turns, loop, other, 1)])} |", flush=True)
 
 
 def parts(name: str, world: World, lines: int) -> None:
@@ -178,6 +185,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
     parser.add_argument("--tolerance", type=float, default=2e-4)
+    parser.add_argument("--products", action="store_true", help="also time the matrix products alone")
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="the largest operators of a step")
     return parser.parse_args()
 

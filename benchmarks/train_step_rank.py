@@ -11,7 +11,8 @@ the modules that they import, and in the reader.
                 over rows, in a thread that reads two batches ahead
 
 Requests on stdin, answers on stdout: see `serve` in `sharded_peer.py`. `build` makes a model, `losses` trains on the
-first batches of the files and returns the losses, `steps` measures some steps, `profile` the operators in them.
+first batches of the files and returns the losses, `steps` measures some steps, `products` their matrix products alone,
+`profile` the operators in them.
 """
 
 from __future__ import annotations
@@ -278,9 +279,35 @@ class Trainer:
         torch.backends.mkldnn.set_flags(self.job.onednn)
         return found
 
+    def products(self) -> list[tuple[Tensor, Tensor, Tensor, list[Tensor]]]:
+        """Return the operands of a step's matrix products: (input, weight, gradient, results), per dense matrix."""
+        operands = []
+        for name, weight in self.model.named_parameters():
+            if weight.dim() == 2 and "embedding_bags" not in name:
+                (width, features), batch = weight.shape, self.job.batch
+                least, most = sorted((width, features))
+                sizes = [(batch, features), (batch, width), (batch, width), (batch, features), (least, most)]
+                read, grad, *results = (torch.rand(size) for size in sizes)
+                operands.append((read, weight.detach(), grad, results))
+        return operands
+
     def close(self) -> None:
         """Release the tables before the next model."""
         self.sources.clear()
+
+
+def multiply(operands: list[tuple[Tensor, Tensor, Tensor, list[Tensor]]], dense: int) -> None:
+    """Compute a step's matrix products by MKL, into memory that is there already; `dense` features get no gradient.
+
+    Gradients of weights are computed with their shorter side first, which MKL does faster.
+    """
+    for read, weight, _, results in operands:
+        torch.mm(read, weight.t(), out=results[0])
+    for read, weight, grad, results in reversed(operands):
+        if read.shape[1] != dense:
+            torch.mm(grad, weight, out=results[1])
+        left, right = (read, grad) if read.shape[1] < grad.shape[1] else (grad, read)
+        torch.mm(left.t(), right, out=results[2])
 
 
 def main() -> None:
@@ -294,17 +321,26 @@ def main() -> None:
     def losses(request: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
         return {"losses": made["trainer"].losses(request["loop"], request["first"], request["count"])}
 
-    def steps(request: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
-        trainer, loop, count = made["trainer"], request["loop"], request["steps"]
-        trainer.begin(loop)
+    def timed(count: int, step: Callable[[], Any]) -> dict[str, Any]:
         dist.barrier()
         wall, processor = time.perf_counter(), time.process_time()
         for _ in range(count):
-            trainer.step(loop, trainer.sources[loop])
+            step()
         return {
             "wall": 1e3 * (time.perf_counter() - wall) / count,
             "processor": 1e3 * (time.process_time() - processor) / count,
         }
+
+    def steps(request: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+        trainer, loop = made["trainer"], request["loop"]
+        trainer.begin(loop)
+        return timed(request["steps"], lambda: trainer.step(loop, trainer.sources[loop]))
+
+    def products(request: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+        trainer = made["trainer"]
+        operands = trainer.products()
+        multiply(operands, trainer.job.dense)
+        return timed(request["steps"], lambda: multiply(operands, trainer.job.dense))
 
     def profile(request: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
         """Return the processor ms per step of rank 0's operators, by name."""
@@ -317,7 +353,7 @@ def main() -> None:
         return {"operators": {e.key: e.self_cpu_time_total / 1e3 / count for e in profiler.key_averages()}}
 
     more: dict[str, Callable[..., dict[str, Any]]] = {
-        "build": build, "losses": losses, "steps": steps, "profile": profile,
+        "build": build, "losses": losses, "steps": steps, "products": products, "profile": profile,
     }  # fmt: skip
 
     def hello(*_: Any) -> dict[str, Any]:

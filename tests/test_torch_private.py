@@ -220,6 +220,22 @@ def test_a_view_differs_from_a_tensor_of_its_own() -> None:
     assert not private.is_view(x)
 
 
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+     "register_full_backward_pre_hook"],
+)  # fmt: skip
+def test_a_module_with_a_hook_of_any_kind_runs_more_than_its_forward(register: str) -> None:
+    layer = torch.nn.Linear(2, 2)
+    assert private.runs_forward_only(layer, torch.nn.Linear)
+    assert not private.runs_forward_only(layer, torch.nn.Module)
+    for add in (getattr(layer, register), getattr(torch.nn.modules.module, register.replace("_f", "_module_f", 1))):
+        handle = add(lambda *_: None)
+        assert not private.runs_forward_only(layer, torch.nn.Linear)
+        handle.remove()
+    assert private.runs_forward_only(layer, torch.nn.Linear)
+
+
 def test_a_build_without_gpus_has_device_0_and_stream_0() -> None:
     if torch.version.cuda is None and torch.version.hip is None:
         assert private.current_device() == 0

@@ -210,6 +210,17 @@ onednn_is_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
 """Return whether `torch.backends.mkldnn.flags` leaves oneDNN on. No public substitute reads the flag."""
 
 
+def runs_forward_only(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a call of this module runs `kind.forward` and no hook. No public substitute lists hooks."""
+    return type(module) is kind and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch.nn.modules.module._has_any_global_hook()
+    )
+
+
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd takes a tensor for a view. Substitute: none that excludes detached views."""
     return tensor._is_view()

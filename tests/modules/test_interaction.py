@@ -138,3 +138,15 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         InputError, match="interaction_branch2 returned 7 features; expected a multiple of the embedding"
     ):
         InteractionProjectionArch(2, nn.Linear(12, 8), nn.Linear(12, 7))(torch.zeros(2, 4), torch.zeros(2, 2, 4))
+
+
+def test_memory_of_large_interactions_is_used_again_only_once_it_is_free() -> None:
+    arch = InteractionDCNArch(3, nn.Identity())
+    dense, embedded = torch.randn(2048, 160, requires_grad=True), torch.randn(2048, 3, 160, requires_grad=True)
+    kept = arch(dense, embedded)
+    expected = torch.cat([dense[:, None], embedded], 1).flatten(1)
+    arch(dense + 1, embedded).sum().backward()
+    assert torch.equal(kept, expected)
+    for given in (dense, embedded):
+        assert given.grad is not None
+        assert torch.equal(given.grad, torch.ones_like(given))

@@ -135,3 +135,55 @@ def test_a_layer_is_a_linear_layer_of_torch() -> None:
     assert list(layer.state_dict()) == ["weight", "bias"]
     x = made(6, 4)
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+@pytest.fixture(params=["oneDNN", "MKL"])
+def each_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of all sizes count as large, in each library in turn."""
+    if request.param == "oneDNN" and onednn_linear is None:
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(module, "_onednn_is_faster", lambda: request.param == "oneDNN")
+    monkeypatch.setattr(module, "MIN_PRODUCTS", 1)
+    monkeypatch.setattr(module, "MIN_WIDTH", 1)
+
+
+@pytest.mark.usefixtures("each_library")
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_relu_after_the_product_equals_that_of_torch(bias: bool) -> None:
+    x, w, b = made(17, 12), made(9, 12), made(9) if bias else None
+    x.data[3] = float("nan")
+    given = [t for t in (x, w, b) if t is not None]
+    ours, torchs = linear(x, w, b, relu=True), torch.relu(F.linear(x, w, b))
+    assert 0 < int((ours == 0).sum()) < ours.numel()
+    torch.testing.assert_close(ours, torchs, equal_nan=True)
+    grad = made(17, 9).detach()
+    for own, other in zip(
+        torch.autograd.grad(ours, given, grad), torch.autograd.grad(torchs, given, grad), strict=True
+    ):
+        torch.testing.assert_close(own, other, equal_nan=True)
+
+
+@pytest.mark.usefixtures("each_library")
+def test_second_derivatives_pass_a_relu() -> None:
+    x, w, b = made(6, 4), made(5, 4), made(5)
+    found = []
+    for function in (lambda *t: linear(*t, relu=True), lambda *t: torch.relu(F.linear(*t))):
+        (first,) = torch.autograd.grad(function(x, w, b).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), (x, w, b)))
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+@pytest.mark.usefixtures("each_library")
+def test_results_that_a_caller_keeps_are_not_written_again() -> None:
+    x, w = made(2048, 16), made(600, 16)  # 4.9 MB: memory that is used again once it is free
+    kept = linear(x, w, relu=True)
+    before = kept.clone()
+    for _ in range(3):
+        linear(x * 2, w, relu=True).sum().backward()
+    assert torch.equal(kept, before)
+
+
+def test_a_relu_after_a_small_product_is_that_of_torch() -> None:
+    x, w = made(6, 4), made(5, 4)
+    assert torch.equal(linear(x, w, relu=True), torch.relu(F.linear(x, w)))

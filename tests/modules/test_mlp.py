@@ -118,3 +118,31 @@ def test_sizes_that_do_not_fit_are_named() -> None:
 def test_an_unknown_activation_is_named() -> None:
     with pytest.raises(ConfigError, match="got activation='swisch'; expected one of"):
         MLP(4, [3], activation="swisch")
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_hook_of_a_linear_layer_reads_its_output_without_the_relu(everywhere: bool) -> None:
+    perceptron, x, seen = Perceptron(3, 4), torch.randn(6, 3), []
+    expected = torch.nn.functional.linear(x, perceptron._linear.weight, perceptron._linear.bias)
+
+    def keep(module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        if module is perceptron._linear:
+            seen.append(output)
+
+    register = (
+        nn.modules.module.register_module_forward_hook if everywhere else perceptron._linear.register_forward_hook
+    )
+    handle = register(keep)
+    output = perceptron(x)
+    handle.remove()
+    assert torch.equal(seen[0], expected)
+    assert (expected < 0).any()
+    assert torch.equal(output, expected.clamp(min=0))
+    assert torch.equal(perceptron(x), output)
+
+
+def test_a_layer_put_in_place_of_the_linear_layer_is_called() -> None:
+    perceptron = Perceptron(3, 4)
+    perceptron._linear = nn.Sequential(nn.Linear(3, 4), nn.Tanh())  # type: ignore[assignment]
+    x = torch.randn(6, 3)
+    assert torch.equal(perceptron(x), torch.relu(perceptron._linear(x)))

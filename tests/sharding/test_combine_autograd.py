@@ -48,6 +48,27 @@ def test_means_divide_their_own_columns_only() -> None:
     )
 
 
+def test_a_gradient_in_rows_of_a_wider_matrix_is_read_where_it_is() -> None:
+    output = pooled_output([1, 2], [2, 2], True, [None, torch.tensor([2.0, 4.0])])
+    wide = torch.arange(10.0).view(2, 5)
+    seen, flat = output.of_gradient(wide[:, 1:4])
+    assert flat.untyped_storage().data_ptr() == wide.untyped_storage().data_ptr()
+    assert torch.equal(seen.block(flat, 0), wide[:, 1:2])
+    assert torch.equal(seen.block(flat, 1), wide[:, 2:4])
+    divided = seen.divide_(flat.clone())
+    assert torch.equal(seen.block(divided, 1), torch.tensor([[1.0, 1.5], [7 / 4, 2.0]]))
+
+
+@pytest.mark.parametrize("view", ["transposed", "expanded", "every second"])
+def test_a_gradient_in_another_order_is_copied(view: str) -> None:
+    output = pooled_output([1, 2], [4, 4], True, [None, None])
+    made = torch.arange(24.0)
+    views = {"transposed": made[:12].view(3, 4).t(), "expanded": made[:3].expand(4, 3), "every second": made.view(4, 6)}
+    grad = views[view][:, ::2] if view == "every second" else views[view]
+    seen, flat = output.of_gradient(grad)
+    assert torch.equal(torch.cat([seen.block(flat, 0), seen.block(flat, 1)], dim=1), grad)
+
+
 def test_no_slots_and_no_samples_make_an_empty_output() -> None:
     assert pooled_output([], [], True, []).size == 0
     assert pooled_output([4], [0], True, [None]).size == 0
@@ -63,6 +84,21 @@ def trained(group: Group, loss: Any, features: tuple[str, ...] = ("a", "b"), hos
     bags = [[0, 5, 10, 15], [1, 6, 11, 16]]
     loss(group.rank, module(batch_of(bags * len(features), keys=features))).backward()
     return module.embedding_bags["t"].weight.detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_concatenation_after_the_lookup_trains_as_the_output_itself(ranks: int) -> None:
+    scale = torch.arange(1.0, 17.0).view(2, 8)
+
+    def beside(rank: int, out: Any) -> Tensor:
+        joined = torch.cat([torch.ones(2, 3), out.values(), torch.ones(2, 1)], dim=1)
+        return (joined * torch.nn.functional.pad(scale, (3, 1))).sum()
+
+    def alone(rank: int, out: Any) -> Tensor:
+        return (out.values() * scale).sum()
+
+    joined, itself = (run_virtual_ranks(ranks, trained, loss) for loss in (beside, alone))
+    assert all(torch.equal(own, other) for own, other in zip(joined, itself, strict=True))
 
 
 @pytest.mark.parametrize("hosts", [None, [[0, 1], [2, 3]]], ids=["one host", "two hosts"])

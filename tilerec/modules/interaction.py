@@ -16,6 +16,8 @@ from torch import nn
 
 from tilerec.errors import InputError
 from tilerec.modules.utils import check_size
+from tilerec.ops.backends import reused_empty
+from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
 from tilerec.ops.runtime.library import LIBRARY
 
 
@@ -120,7 +122,24 @@ def _stacked(what: str, sparse_count: int, dense_BD: torch.Tensor, sparse_BFD: t
             f"{list(sparse_BFD.shape)}; expected [B, D] and [B, {sparse_count}, D]. Set the dense arch's last layer "
             "size to the embedding dim, and pass as many sparse features as num_sparse_features."
         )
+    if can_bypass_dispatcher((dense_BD, sparse_BFD)) and dense_BD.dtype == sparse_BFD.dtype:
+        stacked: torch.Tensor = _Stacked.apply(dense_BD, sparse_BFD)
+        return stacked
     return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
+
+
+class _Stacked(torch.autograd.Function):
+    """`cat` of the vectors, in memory that later steps use again: fresh pages of 14 MB cost more than the copy."""
+
+    @staticmethod
+    def forward(ctx: Any, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
+        batch, count, dim = sparse_BFD.shape
+        out_BnD = reused_empty((batch, count + 1, dim), dense_BD.dtype, dense_BD.device)
+        return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1, out=out_BnD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0][:, 0], grads[0][:, 1:]
 
 
 # `torch.fx.symbolic_trace` records their calls: they check shapes.

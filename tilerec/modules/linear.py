@@ -5,8 +5,10 @@ the same torch and has them for all. On an AMD EPYC with AVX-512, one thread, la
 MKL and 228 with oneDNN, forward, and 31 and 15 ms per step of 2,048 samples. Both compute in float32; the sums are
 added in different orders.
 
-`linear` takes oneDNN for large products on such processors, and `torch.nn.functional.linear` for all else: other
-devices and types, autocast, tracers, small products. `torch.backends.mkldnn.flags(enabled=False)` turns oneDNN off.
+`linear` takes oneDNN for large products on such processors, and MKL for those on others. Results and gradients are in
+memory that later steps use again, and a relu after the product writes into its result. All else is
+`torch.nn.functional.linear`: other devices and types, autocast, tracers, small products.
+`torch.backends.mkldnn.flags(enabled=False)` turns oneDNN off.
 
 Legend of the shapes in names: B samples, I input features, O output features.
 """
@@ -26,26 +28,28 @@ from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
 from tilerec.torch_private import onednn_is_enabled, onednn_linear
 
 MIN_PRODUCTS = 1 << 23
-"""Multiplications B I O from which oneDNN is used. It gains from 1 << 20 on, but below this less than 0.1 ms a step."""
+"""Multiplications B I O of a large product. oneDNN gains from 1 << 20 on, but below this less than 0.1 ms a step."""
 MIN_WIDTH = 8
 """Smallest I and O for oneDNN: MKL's products of a matrix and a vector are as fast."""
 
 
-def linear(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, relu: bool = False) -> Tensor:
     """Return `input @ weightᵀ + bias`, as `torch.nn.functional.linear`, within rounding.
 
     Args:
         input: [B, I]; other numbers of dimensions are computed by torch.
         weight_OI: [O, I].
         bias_O: [O], or None.
+        relu: return `relu(input @ weightᵀ + bias)`.
 
     Returns:
         [B, O], with gradients of any order.
     """
-    if _uses_onednn(input, weight_OI, bias_O):
-        product: Tensor = _OneDNNLinear.apply(input, weight_OI, bias_O)
+    if _is_large(input, weight_OI, bias_O):
+        product: Tensor = _Linear.apply(input, weight_OI, bias_O, relu)
         return product
-    return F.linear(input, weight_OI, bias_O)
+    product = F.linear(input, weight_OI, bias_O)
+    return torch.relu(product) if relu else product
 
 
 def product(input: Tensor, weight_OI: Tensor) -> Tensor:
@@ -59,7 +63,7 @@ def input_gradient(grad_BO: Tensor, weight_OI: Tensor) -> Tensor:
     """Return `grad @ weight` [B, I], without gradients of its own."""
     if _uses_onednn(grad_BO, weight_OI.t(), None):
         return _product(grad_BO, weight_OI.t())
-    return grad_BO @ weight_OI
+    return torch.mm(grad_BO, weight_OI, out=_room(grad_BO, weight_OI.shape[1]))
 
 
 def add_input_gradient(total_BI: Tensor, grad_BO: Tensor, weight_OI: Tensor, *, in_place: bool) -> Tensor:
@@ -93,8 +97,18 @@ def _room(like: Tensor, width: int) -> Tensor:
 
 
 def _uses_onednn(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
+    return (
+        _is_large(input, weight_OI, bias_O)  # a compiler evaluates its first condition only
+        and min(weight_OI.shape) >= MIN_WIDTH
+        and _onednn_is_faster()
+        and onednn_is_enabled()
+    )
+
+
+def _is_large(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
+    """Return True for a large product of float32 matrices on the CPU that nothing traces."""
     tensors = (input, weight_OI) if bias_O is None else (input, weight_OI, bias_O)
-    if not can_bypass_dispatcher(tensors) or not _onednn_is_faster():  # a compiler evaluates the first only
+    if not can_bypass_dispatcher(tensors):
         return False
     if any(t.device.type != "cpu" or t.dtype != torch.float32 for t in tensors):
         return False
@@ -102,10 +116,9 @@ def _uses_onednn(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> boo
     return (
         input.dim() == 2
         and input.shape[1] == features  # torch's own error for other shapes
-        and min(width, features) >= MIN_WIDTH
+        and (bias_O is None or bias_O.shape == (width,))
         and input.shape[0] * width * features >= MIN_PRODUCTS
         and not torch.is_autocast_enabled("cpu")
-        and onednn_is_enabled()
     )
 
 
@@ -137,27 +150,45 @@ def _transposed_product(left_BO: Tensor, right_BI: Tensor) -> Tensor:
     return _product(right_BI.t(), left_BO.t()).t().contiguous()
 
 
-class _OneDNNLinear(torch.autograd.Function):
-    """The product and its gradients by oneDNN; gradients of gradients by torch's own differentiable products."""
+class _Linear(torch.autograd.Function):
+    """The product and its gradients; gradients of gradients by torch's own differentiable products."""
 
     @staticmethod
-    def forward(ctx: Any, input_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(input_BI, weight_OI)
-        return _product(input_BI, weight_OI, bias_O)
+    def forward(ctx: Any, input_BI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, relu: bool) -> Tensor:
+        if _uses_onednn(input_BI, weight_OI, bias_O):
+            out_BO = _product(input_BI, weight_OI, bias_O)
+        elif bias_O is None:
+            out_BO = product(input_BI, weight_OI)
+        else:
+            out_BO = torch.addmm(bias_O, input_BI, weight_OI.t(), out=_room(input_BI, weight_OI.shape[0]))
+        if relu:
+            out_BO.relu_()
+        ctx.save_for_backward(input_BI, weight_OI, out_BO if relu else None)
+        return out_BO
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        input_BI, weight_OI = ctx.saved_tensors
+        input_BI, weight_OI, activated_BO = ctx.saved_tensors
         grad_BO = grads[0]
-        of_input, of_weight, of_bias = ctx.needs_input_grad
+        of_input, of_weight, of_bias, _ = ctx.needs_input_grad
         again = torch.is_grad_enabled()  # create_graph=True
-        if not again:
+        if activated_BO is not None:
+            grad_BO = _relu_gradient(grad_BO, activated_BO, again=again)
+        elif not again:
             grad_BO = grad_BO.contiguous()
         grad_BI = grad_OI = grad_O = None
         if of_input:
-            grad_BI = grad_BO @ weight_OI if again else _product(grad_BO, weight_OI.t())
+            grad_BI = grad_BO @ weight_OI if again else input_gradient(grad_BO, weight_OI)
         if of_weight:
-            grad_OI = grad_BO.t() @ input_BI if again else _transposed_product(grad_BO, input_BI)
+            grad_OI = grad_BO.t() @ input_BI if again else weight_gradient(grad_BO, input_BI)
         if of_bias:
             grad_O = grad_BO.sum(0)
-        return grad_BI, grad_OI, grad_O
+        return grad_BI, grad_OI, grad_O, None
+
+
+def _relu_gradient(grad_BO: Tensor, activated_BO: Tensor, *, again: bool) -> Tensor:
+    """Return the gradient where the activated value is positive or NaN, else 0; again: it is differentiable."""
+    if again:
+        return torch.ops.aten.threshold_backward(grad_BO, activated_BO, 0)
+    room_BO = _room(activated_BO, activated_BO.shape[1])
+    return torch.ops.aten.threshold_backward.grad_input(grad_BO, activated_BO, 0, grad_input=room_BO)

@@ -12,7 +12,7 @@ from torch import nn
 
 from tilerec.errors import ConfigError
 from tilerec.modules.activation import SwishLayerNorm
-from tilerec.modules.linear import Linear
+from tilerec.modules.linear import Linear, linear
 from tilerec.modules.utils import (
     ModuleFactory,
     TensorFunction,
@@ -20,6 +20,8 @@ from tilerec.modules.utils import (
     check_size,
     extract_module_or_tensor_callable,
 )
+from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
+from tilerec.torch_private import runs_forward_only
 
 _FUNCTIONS: dict[str, TensorFunction] = {"relu": torch.relu, "sigmoid": torch.sigmoid}
 _ACTIVATION_NAMES = [*_FUNCTIONS, "swish_layernorm"]
@@ -66,7 +68,10 @@ class Perceptron(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         check_last_dim("Perceptron", input, self._in_size)
-        output: torch.Tensor = self._activation_fn(self._linear(input))
+        layer = self._linear
+        if self._activation_fn is torch.relu and can_bypass_dispatcher((input,)) and runs_forward_only(layer, Linear):
+            return linear(input, layer.weight, layer.bias, relu=True)  # no hook reads the product without the relu
+        output: torch.Tensor = self._activation_fn(layer(input))
         return output
 
 

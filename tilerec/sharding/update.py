@@ -31,7 +31,7 @@ from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.update.calls import ApplyCall, PartialsCall, PartRows, RuleTables
 from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.changed_rows import ChangedRows
-from tilerec.sharding.head_rows import write_back
+from tilerec.sharding.head_rows import UpdatedHead, write_back
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group
 from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients, id_bounds
 from tilerec.spec.optimizer import OptimizerSpec, RowWiseAdagrad
@@ -171,6 +171,7 @@ class TileRows(TableRows):
         tables = cast("list[TileRows]", list(sinks))
         split: list[tuple[TileRows, RowSums]] = []
         failures: list[NonFiniteGradientError] = []
+        heads: list[UpdatedHead] = []
         for table in tables:
             table.arrive()
             if table.group is not None:
@@ -188,13 +189,14 @@ class TileRows(TableRows):
                     TableRows.take(same[0], same, _only(own, same))
                 except NonFiniteGradientError as error:  # raised later: peers wait for further messages
                     failures.append(error)
-            for table in peers:
-                if table.names is not None:
-                    tiles = [rows for rows in table._of_table() if rows.names is None]
-                    write_back(table, tiles, table._ids_of(own))
+            if any(table.names is not None for table in peers):
+                bounds = id_bounds(own)
+                heads += [table._updated(own, bounds) for table in peers if table.names is not None]
             for table, sums in zip(ways.parts, _summed(ways.parts, own), strict=True):
                 table.about_to_write(sums[0])
                 split.append((table, sums))
+        if heads:
+            write_back(heads)
         failures += update_in_phases(tables[0].peers.group, split)
         if failures:
             raise failures[0]
@@ -224,16 +226,12 @@ class TileRows(TableRows):
             teams.axis, range(teams.axis.size), record, replica_tables, exact=self.peers.exact
         )
 
-    def _of_table(self) -> Sequence[TileRows]:
-        """Return the rows of all tiles of the table on this rank."""
+    def _updated(self, record: GradientRecord, bounds: Sequence[tuple[int, int]]) -> UpdatedHead:
+        """Return this head with its rows that a record has gradients of; bounds: each feature's range of ids."""
         holder: Any = next(iter(self.holders))
-        return cast("list[TileRows]", holder.tile_rows)
-
-    def _ids_of(self, record: GradientRecord) -> Tensor:
-        """Return the rows of the tile that a record has gradients of, `[N]`."""
-        bounds = id_bounds(record)
+        tiles = [rows for rows in cast("list[TileRows]", holder.tile_rows) if rows.names is None]
         parts = [record.ids[slice(*bounds[f])] for f, sink in enumerate(record.sinks) if sink == self.handle]
-        return torch.cat(parts) if parts else record.ids[:0]
+        return UpdatedHead(self, tiles, parts)
 
     def _mark(self) -> tuple[int, ...]:
         """Return the sort key of the tile, equal on every rank; its first four numbers identify the rows of a table."""

@@ -135,7 +135,7 @@ def test_hot_ids_are_looked_for_and_their_updated_rows_written_back() -> None:
     less = price([tiling], Model(Workload([work]), faster))
     assert found.parts["route"] - less.parts["route"] == pytest.approx(np.full(2, 1000 * 8e-9))
     assert float(own.write_back(each, head)[0]) == pytest.approx(
-        HOT_PIECE["cpu"] + float(head[0] * (own.rates.at("pick", 64.0) + own.rates.at("place", 64.0)))
+        HOT_PIECE + float(head[0] * (own.rates.at("pick", 64.0) + own.rates.at("place", 64.0)))
     )
 
 

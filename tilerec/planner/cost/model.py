@@ -52,7 +52,7 @@ ROW_BYTES = 4  # bytes on the device per row in host memory: the number of its c
 LINES_PER_SET = 32  # cache lines per set
 ROOM_FOR_RANGES = 0.25  # part of a rank's memory that the longest ranges of tables with ordered ids may take
 HOT_ID = 8e-9  # seconds to look for an id among hot ones on a CPU, where this was not measured (docs/sharding.md)
-HOT_PIECE = {"cpu": 6e-4, "cuda": 1e-4}  # seconds per piece to write hot rows back; on a GPU 20 kernels, not measured
+HOT_PIECE = 1e-4  # seconds per piece to write hot rows back; measured on a CPU only (docs/planner-cost.md)
 HOT_KEY = 6e-5  # seconds per feature on a GPU, where plain PyTorch looks for hot ids: 12 kernels of 5 us, not measured
 FILE_ROW = 1e-5  # seconds per row of a tensor in a file, where this was not measured
 
@@ -117,9 +117,8 @@ class Model:
         """Return [n] seconds to copy so many updated hot rows with their state to their places in the table."""
         work = self.workload
         row = work.dim[table] * (work.element[table] + work.cell_state[table]) / 4.0
-        device = "cpu" if self.topology.compute_device == "cpu" else "cuda"
         each = self.rates.at("pick", row) + self.rates.at("place", row)
-        return np.where(np.asarray(hot) > 0.0, HOT_PIECE[device], 0.0) + hot * each
+        return np.where(np.asarray(hot) > 0.0, HOT_PIECE, 0.0) + hot * each
 
     def seen(self, ranks: float) -> Seen:
         """Return the distinct rows of all tables in the batches of so many ranks."""
