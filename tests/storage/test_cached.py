@@ -345,7 +345,7 @@ def test_a_bad_id_changes_nothing_whether_prefetched_or_looked_up() -> None:
         [t.rows.cache.tensors.sets.names.clone() for t in other.embedding_bags.values()],
     )
     bad = KeyedJaggedTensor.from_lengths_sync(KEYS, torch.tensor([5, 9, 300, 2]), torch.tensor([2, 1, 1]))
-    message = r"Table '[ab]': id 300 of feature 'g' \(position 2 of the batch's values\) is outside \[0, "
+    message = r"Table '[ab]': got id 300 of feature 'g' \(position 2 of the batch's values\); expected ids in \[0, "
     for call in (other.prefetch, other, plain):
         with pytest.raises(InputError, match=message):
             call(bad)
