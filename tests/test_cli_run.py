@@ -101,7 +101,7 @@ def test_a_run_file_finds_the_newest_model_of_its_name_in_log_folders_beside_it(
     trained = find_trained(folder / "run.toml").folder
     text = (folder / "run.toml").read_text()
     (tmp_path / "mine.toml").write_text(text)
-    with pytest.raises(ConfigError, match="pass FOLDER in place of mine.toml"):
+    with pytest.raises(ConfigError, match=r"pass FOLDER in place of mine\.toml"):
         find_trained(tmp_path / "mine.toml")
     for place, name in (("runs/first", "mine"), ("runs/other", "another"), ("elsewhere", "mine")):
         log = tmp_path / place

@@ -14,7 +14,7 @@ LOADING = "load PyTorch"
 
 
 def command_phase(what: str, *, show: bool = True) -> AbstractContextManager[None]:
-    """Return a `tilerec.phase.phase` on stderr; without `show`, and on a launcher's ranks above 0, it prints nothing."""
+    """Return a `tilerec.phase.phase` on stderr. Without `show` and on a launcher's ranks above 0 it prints nothing."""
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     return phase(what, SafeConsole(stderr=True) if show and first else None)
 

@@ -514,7 +514,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "table behind the last": ({"tables": [0, 2]}, r"Feature 1 of a lookup reads table 2; expected \[0, 2\)"),
     "poolings too few": ({"means": [0]}, "of 2 features: got 2 keys and 1 poolings"),
     "table of one dimension": ({"weights": [torch.ones(5, 3), torch.ones(5)]}, r"Table 1 .* \[5\]; expected \[rows"),
-    "table without rows": ({"weights": [torch.ones(5, 3), torch.ones(0, 2)]}, r"id 4 of feature .* expected ids in \[0, 0\)"),
+    "table without rows": ({"weights": [torch.ones(5, 3), torch.ones(0, 2)]}, r"id 4 of .* expected ids in \[0, 0\)"),
     "strided table": ({"weights": [torch.ones(5, 3), torch.ones(2, 5).t()]}, "Table 1 .* expected contiguous rows"),
     "table elsewhere": ({"weights": [torch.ones(5, 3), torch.ones(5, 2, device="meta")]}, "rows are on meta"),
 }  # fmt: skip
