@@ -147,7 +147,9 @@ class ProcessGroupComms(Group):
         one = dist.get_backend(self._process_group)
         backend = one if {one} == set(self._backends.values()) else self._config
         for ranks in sorted(members):
-            process_group = dist.new_group(ranks, timeout=self._timeout(), backend=backend, group_desc=f"tilerec:{name}")
+            process_group = dist.new_group(
+                ranks, timeout=self._timeout(), backend=backend, group_desc=f"tilerec:{name}"
+            )
             if dist.get_rank() in ranks:
                 own = process_group
         assert own is not None, "every rank is in a part"
