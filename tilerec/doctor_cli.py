@@ -63,7 +63,8 @@ def doctor() -> None:
         for finding in _guarded(check):
             print_plain(str(finding))
             states.append(finding.state)
-    print_plain(f"{states.count('broken')} broken, {states.count('note')} notes")
+    notes = states.count("note")
+    print_plain(f"{states.count('broken')} broken, {notes} {'note' if notes == 1 else 'notes'}")
     if "broken" in states:
         raise typer.Exit(1)
 
