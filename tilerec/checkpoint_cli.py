@@ -179,8 +179,8 @@ def export(
 ) -> None:
     """Write whole tensors to one safetensors file, or a checkpoint of torch.distributed.checkpoint."""
     with command_phase(LOADING):
+        from tilerec.checkpoint import export_dcp
         from tilerec.checkpoint.changes import matches
-        from tilerec.checkpoint.dcp_export import export_dcp
 
     with _error_lines():
         if (out is None) == (dcp is None) or (only if dcp else part):
@@ -228,8 +228,7 @@ def import_checkpoint(
 ) -> None:
     """Convert a checkpoint of torch.distributed.checkpoint. No code in it runs."""
     with command_phase(LOADING):
-        from tilerec.checkpoint.dcp_import import import_dcp
-        from tilerec.checkpoint.torchrec_import import import_torchrec
+        from tilerec.checkpoint import import_dcp, import_torchrec
 
     with _error_lines():
         if part is not None if torchrec else steps is not None:
