@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tilerec.spec.table import PoolingType as PoolingType
     from tilerec.spec.topology import Topology as Topology
 
-    __version__: str
+    __version__ = "read on first use"
 else:
     from tilerec.lazy_names import __dir__ as __dir__
     from tilerec.lazy_names import __getattr__ as __getattr__

@@ -50,10 +50,11 @@ def list_checkpoints(path: _Path) -> None:
 
     with command_phase(LOADING):
         from tilerec.checkpoint.contents import SavedContents
+        from tilerec.train.checkpoint_paths import checkpoint_paths
 
     table = Table("step", "GB", "tensors", "files", "base", "state")
     with _error_lines(), command_phase("read the manifests"):
-        for found in _found(path):
+        for found in checkpoint_paths(path):
             try:
                 contents = SavedContents(found)
             except TilerecError as error:
@@ -114,10 +115,11 @@ def verify(path: _Path) -> None:
     """Read every byte and compare the checksums; of a folder, those of all its checkpoints. Exit code 1 for damage."""
     with command_phase(LOADING):
         from tilerec.checkpoint.contents import SavedContents
+        from tilerec.train.checkpoint_paths import checkpoint_paths
 
     damaged = 0
     with _error_lines():
-        found = _found(path)
+        found = checkpoint_paths(path)
         if not found:
             raise FileError(f"{path}: got no checkpoints; expected one. Check the path.")
     for one in found:
@@ -179,8 +181,8 @@ def export(
 ) -> None:
     """Write whole tensors to one safetensors file, or a checkpoint of torch.distributed.checkpoint."""
     with command_phase(LOADING):
-        from tilerec.checkpoint import export_dcp
         from tilerec.checkpoint.changes import matches
+        from tilerec.checkpoint.dcp_export import export_dcp
 
     with _error_lines():
         if (out is None) == (dcp is None) or (only if dcp else part):
@@ -228,7 +230,8 @@ def import_checkpoint(
 ) -> None:
     """Convert a checkpoint of torch.distributed.checkpoint. No code in it runs."""
     with command_phase(LOADING):
-        from tilerec.checkpoint import import_dcp, import_torchrec
+        from tilerec.checkpoint.dcp_import import import_dcp
+        from tilerec.checkpoint.torchrec_import import import_torchrec
 
     with _error_lines():
         if part is not None if torchrec else steps is not None:
@@ -257,25 +260,12 @@ def _error_lines(code: int = 1) -> Iterator[None]:
         raise typer.Exit(code) from None
 
 
-def _found(path: str) -> list[str]:
-    """Return the checkpoints at a path: itself, or those of the folder, oldest first."""
-    from tilerec.checkpoint.folder import folder_at
-    from tilerec.checkpoint.manager import checkpoints, names_in
-    from tilerec.checkpoint.manifest import MANIFEST
-    from tilerec.train.run_metadata import FOLDER
-
-    names = names_in(path)
-    if MANIFEST in names:
-        return [path]
-    base = f"{path.rstrip('/')}/{FOLDER}" if FOLDER in names else path
-    return [folder_at(found.path).path for found in checkpoints(base)]
-
-
 def _contents(path: str) -> SavedContents:
     """Return the checkpoint at a path, or the newest whole one of the folder."""
     from tilerec.checkpoint.contents import SavedContents
+    from tilerec.train.checkpoint_paths import checkpoint_paths
 
-    found = _found(path)
+    found = checkpoint_paths(path)
     if len(found) == 1 and found[0] == path:
         return SavedContents(path)
     for one in reversed(found):
