@@ -223,7 +223,7 @@ def test_a_captured_lookup_follows_its_inputs() -> None:
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     arguments[2][5] = 1000
     graph.replay()
-    with pytest.raises(InputError, match=r"Table 't0': id 1000 of feature 'f0' \(position 5 "):
+    with pytest.raises(InputError, match=r"Table 't0': got id 1000 of feature 'f0' \(position 5 "):
         reports.raise_all(CUDA)
 
 

@@ -353,7 +353,7 @@ def test_a_bad_id_changes_nothing_whether_prefetched_or_looked_up() -> None:
     for table, names in zip(other.embedding_bags.values(), before[1], strict=True):
         assert torch.equal(table.rows.cache.tensors.sets.names, names)
     negative = KeyedJaggedTensor.from_lengths_sync(KEYS, torch.tensor([-1]), torch.tensor([0, 0, 1]))
-    with pytest.raises(InputError, match="Table 'c': id -1 of feature 'h'"):
+    with pytest.raises(InputError, match="Table 'c': got id -1 of feature 'h'"):
         other(negative)
     kjt = batch(rng)
     assert torch.equal(step(plain, kjt), step(other, kjt))
@@ -828,7 +828,7 @@ def test_ids_that_an_array_changes_after_the_prefetch_are_asked_for_anew() -> No
     ahead = kjt()
     other.prefetch(ahead)
     array[2] = 300
-    with pytest.raises(InputError, match=r"Table 'a': id 300 of feature 'f' \(position 2"):
+    with pytest.raises(InputError, match=r"Table 'a': got id 300 of feature 'f' \(position 2"):
         other(ahead)
     _goes_on_alike(plain, other, random.Random(32))
 

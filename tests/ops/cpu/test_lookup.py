@@ -478,7 +478,7 @@ SEQUENCE_LIES: dict[str, tuple[dict[str, Any], str]] = {
     "table below 0": ({"tables": [-1, 0]}, r"reads table -1; expected \[0, 2\)"),
     "tables of other dims": ({"weights": [torch.ones(5, 3), torch.ones(5, 4)]}, "'u': dim 4, but .* dim 3"),
     "tables of narrower dims": ({"weights": [torch.ones(5, 3), torch.ones(5, 2)]}, "'u': dim 2, but .* dim 3"),
-    "table without rows": ({"weights": [torch.ones(0, 3), torch.ones(5, 3)]}, r"'t': id 1 of feature 'f'"),
+    "table without rows": ({"weights": [torch.ones(0, 3), torch.ones(5, 3)]}, r"'t': got id 1 of feature 'f'"),
 }  # fmt: skip
 
 

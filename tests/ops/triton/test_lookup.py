@@ -418,7 +418,7 @@ def test_an_id_outside_its_table_is_named(bad: int) -> None:
     )
     with pytest.raises(InputError, match=message):
         case.run()
-    with pytest.raises(InputError, match=rf"Table '1': id {bad} of feature '1'"):
+    with pytest.raises(InputError, match=rf"Table '1': got id {bad} of feature '1'"):
         case.grads(torch.zeros(2, 5))
     with pytest.raises(InputError, match=message.replace("f1", "f0").replace("t1", "t0")):
         lookup_kernels.sequence_lookup(*sequence([torch.ones(5, 4)], case.ids, [0, 6], [0]))
