@@ -14,6 +14,8 @@
 #   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
 #   make docs       the site, in build/site/html; strict: broken links and undocumented public names fail
 #   make wheel      one py3-none-<platform> wheel in dist/
+#                   (`make wheel ARCH=aarch64`: for arm64, by Debian's cross compiler g++-aarch64-linux-gnu)
+#   make check-arm64  build that wheel, and compare its library under qemu with the x86-64 one, bit by bit
 #   make check-wheel  install that wheel into fresh environments and run the op tests there
 #   make native     build the native library into the working tree (the targets above do so if a source has changed)
 #   make clean      remove the files that the targets above made
@@ -194,17 +196,28 @@ docs: $(VENV)/.docs
 
 # ------------------------------------------------------------------------------------------------ release
 
+# A cross build has no torch of the other processor, so its wheel lacks libtilerec_ops.so, which C++ programs load.
+ARCH ?= $(shell uname -m)
+CROSS := CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$(ARCH) -DCMAKE_CXX_COMPILER=$(ARCH)-linux-gnu-g++ \
+	-DTILEREC_OPS=OFF" _PYTHON_HOST_PLATFORM=linux-$(ARCH)
+
 .PHONY: wheel
 wheel: $(VENV)/.installed
-	$(call say,wheel)
+	$(call say,wheel for $(ARCH))
 	rm -rf dist build/wheel
-	TILEREC_NATIVE_REQUIRED=1 $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(if $(filter-out $(shell uname -m),$(ARCH)),$(CROSS)) TILEREC_NATIVE_REQUIRED=1 $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	ls -l dist/*.whl
 
 .PHONY: check-wheel
 check-wheel: wheel
 	$(call say,the wheel in fresh environments)
 	$(BIN)/python scripts/check_wheel.py dist/*.whl $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(ARGS)
+
+.PHONY: check-arm64
+check-arm64: $(LIBRARY)
+	$(MAKE) --no-print-directory wheel ARCH=aarch64
+	$(call say,the arm64 library under qemu)
+	$(BIN)/python scripts/check_arm64.py dist/*aarch64.whl
 
 # What uses private names of torch, and what they serve: tiles as DTensors, DDP, checkpoints, sharded steps.
 TORCHES ?= 2.11.0 2.12.1 2.13.0

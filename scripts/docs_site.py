@@ -42,8 +42,9 @@ def write_pages(pages: Path = PAGES) -> None:
     made.mkdir(parents=True)
     (made.parent / "cli.md").write_text(command_reference())
     (made.parent / "settings.md").write_text(
-        "# Settings\n\nEvery setting of a run file, from the dataclasses that read it. [training.md](../training.md) "
-        "explains run files.\n\n" + run_file_reference.reference().replace("\n### ", "\n## ")
+        "# Settings\n\nEvery setting of a run file, from the dataclasses that read it. "
+        "[Training on your own data](../training.md) explains run files.\n\n"
+        + run_file_reference.reference().replace("\n### ", "\n## ")
     )
     found = public_names()
     homes = {path: package for package in sorted(found, reverse=True) for path in found[package].values()}

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import sysconfig
@@ -30,6 +31,8 @@ import pytest
 import torch
 from torch.utils import _device
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from tilerec import phase
 
 hypothesis.settings.register_profile(
     "tilerec",
@@ -150,6 +153,12 @@ def _same_start_for_every_test() -> Iterator[None]:
 def _two_threads() -> None:
     """Two threads unless OMP_NUM_THREADS says otherwise: it meets every race, on any machine."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_lines_of_phases() -> None:
+    """A phase of a command that takes a second gets no line: on a slow machine it would be part of an output."""
+    phase.LINE_AFTER_S = math.inf
 
 
 @pytest.fixture(scope="session", autouse=True)

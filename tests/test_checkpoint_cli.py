@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tests.checkpoint.test_incremental import chain
+from tilerec import phase as phases
 from tilerec.checkpoint import CheckpointManager
 from tilerec.cli import app
 
@@ -63,6 +65,25 @@ def damage(run: Path, step: int) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("words", "phase"),
+    [
+        (["list"], "read the manifests"),
+        (["inspect"], "read the tensors"),
+        (["verify"], "verify"),
+        (["compact"], "compact"),
+        (["export", "--out", "{out}"], "write the tensors"),
+    ],
+)
+def test_each_phase_that_takes_a_second_gets_a_line(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], phase: str
+) -> None:
+    monkeypatch.setattr(phases, "LINE_AFTER_S", 0.0)
+    code, text = command(words[0], run, *(word.format(out=tmp_path / "w.safetensors") for word in words[1:]))
+    assert code == 0, text
+    assert re.search(rf"load PyTorch: \d\.\d s\n(.*\n)*{phase}.*: \d\.\d s\n", text), text
 
 
 def test_list_names_damaged_checkpoints(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from tilerec.cli import app
+from tilerec.errors import ConfigError
 from tilerec.export import load
 from tilerec.train.trained_run import find_trained
 
@@ -93,6 +95,20 @@ def test_an_exported_model_scores_as_predict(folder: Path) -> None:
     logits = [package(batch.dense_features, batch.sparse_features) for batch, _ in data.rows(30, ())]
     expected = parquet.read_table(scores)["score"].to_numpy()
     np.testing.assert_allclose(torch.cat(logits).flatten().sigmoid().numpy(), expected, rtol=1e-5)
+
+
+def test_a_run_file_finds_the_newest_model_of_its_name_in_log_folders_beside_it(tmp_path: Path, folder: Path) -> None:
+    trained = find_trained(folder / "run.toml").folder
+    text = (folder / "run.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"pass FOLDER in place of mine\.toml"):
+        find_trained(tmp_path / "mine.toml")
+    for place, name in (("runs/first", "mine"), ("runs/other", "another"), ("elsewhere", "mine")):
+        log = tmp_path / place
+        log.mkdir(parents=True)
+        shutil.copy(trained / "model.safetensors", log)
+        (log / "run.toml").write_text(f'name = "{name}"\n{text}')
+    assert find_trained(tmp_path / "mine.toml").folder == tmp_path / "runs" / "first"
 
 
 def test_a_checkpoint_of_a_run_predicts_as_its_model(tmp_path: Path, folder: Path) -> None:

@@ -40,6 +40,20 @@ def test_a_recipe_is_counted_as_it_trains(ratings: Path) -> None:
     assert found.features["user"].distinct == 7
 
 
+def test_a_run_file_is_counted_as_it_trains(ratings: Path) -> None:
+    (ratings / "run.toml").write_text(
+        '[data]\nkind = "files"\npath = ["ratings.csv"]\n[[data.columns.labels]]\ncolumn = "rating"\nat_least = 4\n'
+        '[[data.columns.ids]]\ncolumn = "userId"\n[[data.columns.tables]]\nname = "userId"\nrows = 50\n'
+        '[model]\nkind = "dlrm"\n'
+    )
+    code, text = _stats(ratings / "run.toml", "--out", ratings / "s.json")
+    assert code == 0, text
+    found = Statistics.load(ratings / "s.json")
+    assert set(found.features) == {"userId"}
+    assert found.table_rows
+    assert "got --features" in _stats(ratings / "run.toml", "--features", "userId")[1].replace("\n", " ")
+
+
 def test_lines_left_out_are_told(ratings: Path) -> None:
     with (ratings / "ratings.csv").open("a") as file:
         file.write("1,2\n")
@@ -60,7 +74,7 @@ def test_lines_left_out_are_told(ratings: Path) -> None:
         (("x", "--out", "no/such/folder/s.json"), "expected a file in an existing folder"),
         (
             ("x", "--recipe", "movielens", "--features", "a"),
-            "--recipe: got --features, --separator or --format, too",
+            "recipe movielens: got --features, --separator or --format, too",
         ),
         (("x", "--format", "xml"), "format: got 'xml'"),
     ],

@@ -47,7 +47,7 @@ def test_names_of_a_package_are_those_that_type_checkers_see(package: ModuleType
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     seen = {alias.name: node.module for node in imports for alias in node.names}
-    assert seen == modules
+    assert seen == {name: home for name, home in modules.items() if name != "__version__"}  # a text for checkers
     assert set(seen) <= set(dir(package))
     for name in seen:
         assert getattr(package, name) is not None
@@ -114,7 +114,7 @@ def test_help_imports_neither_torch_nor_numpy_nor_what_needs_them() -> None:
         "    assert CliRunner().invoke(app, [*more, '--help']).exit_code == 0\n"
     )
     assert "tilerec.plan_cli.make" in found
-    assert found.isdisjoint(HEAVY)
+    assert found.isdisjoint({*HEAVY, "rich.markdown"})
 
 
 def test_a_server_begins_to_read_its_package_before_it_imports_its_other_modules() -> None:

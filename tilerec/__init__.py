@@ -3,7 +3,6 @@
 The names below are imported on first use: `tilerec --help` needs neither torch nor numpy.
 """
 
-from importlib import metadata as _metadata
 from typing import TYPE_CHECKING
 
 from tilerec import command_policy as command_policy
@@ -50,8 +49,8 @@ if TYPE_CHECKING:
     from tilerec.spec.table import EmbeddingConfig as EmbeddingConfig
     from tilerec.spec.table import PoolingType as PoolingType
     from tilerec.spec.topology import Topology as Topology
+
+    __version__ = "read on first use"
 else:
     from tilerec.lazy_names import __dir__ as __dir__
     from tilerec.lazy_names import __getattr__ as __getattr__
-
-__version__ = next((found.version for found in _metadata.distributions(name="tilerec")), "0+unknown")

@@ -13,7 +13,9 @@ import typer
 
 from tilerec.errors import FileError, TilerecError
 from tilerec.output_path import check_output_file
-from tilerec.terminal import print_plain, print_rank_error
+from tilerec.phase import timed
+from tilerec.progress import LOADING, command_phase
+from tilerec.terminal import SafeConsole, print_plain, print_rank_error
 
 if TYPE_CHECKING:
     from tilerec.comms.group import Group
@@ -31,11 +33,13 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure this machine (under a minute), print its speeds and write a topology file for the planner."""
-    from tilerec.train.launch import launch
+    with command_phase(LOADING):
+        from tilerec.train.launch import launch
 
     try:
         check_output_file("--out", out)
-        launch(nproc, _calibrate, str(out), device, folder, device=device)
+        with timed("measure this machine", SafeConsole(stderr=True)):  # a spinner would take time from the ranks
+            launch(nproc, _calibrate, str(out), device, folder, device=device)
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None

@@ -24,14 +24,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilerec.command_group import CommandGroup
 from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.output_path import check_output
+from tilerec.progress import LOADING, command_phase
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 if TYPE_CHECKING:
     from tilerec.checkpoint.contents import SavedContents
 
-checkpoint_app = typer.Typer(no_args_is_help=True, help="Commands on checkpoints.")
+checkpoint_app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Commands on checkpoints.")
 
 _Path = Annotated[str, typer.Argument(help="A checkpoint, a folder of checkpoints, or a run's log folder.")]
 
@@ -46,11 +48,13 @@ def list_checkpoints(path: _Path) -> None:
     """List the checkpoints of a run, oldest first."""
     from rich.table import Table
 
-    from tilerec.checkpoint.contents import SavedContents
+    with command_phase(LOADING):
+        from tilerec.checkpoint.contents import SavedContents
+        from tilerec.train.checkpoint_paths import checkpoint_paths
 
     table = Table("step", "GB", "tensors", "files", "base", "state")
-    with _error_lines():
-        for found in _found(path):
+    with _error_lines(), command_phase("read the manifests"):
+        for found in checkpoint_paths(path):
             try:
                 contents = SavedContents(found)
             except TilerecError as error:
@@ -73,8 +77,9 @@ def inspect(
     """Print the tensors and numbers of a checkpoint, and a digest that does not depend on plan or number of ranks."""
     from rich.table import Table
 
-    from tilerec.checkpoint.contents import leaves
-    from tilerec.train.run_metadata import RUN_FILE_KEY
+    with command_phase(LOADING):
+        from tilerec.checkpoint.contents import leaves
+        from tilerec.train.run_metadata import RUN_FILE_KEY
 
     with _error_lines():
         contents = _contents(path)
@@ -88,13 +93,14 @@ def inspect(
             print_plain(text.rstrip("\n"))
             return
         table = Table("tensor", "dtype", "shape", "chunks", "MB", *(["digest"] if digest else []))
-        for name, saved in contents.manifest.tensors.items():
-            layers = contents.chain.layers(name)
-            size = saved.dtype.itemsize * math.prod(saved.shape) / 1e6
-            row = [name, str(saved.dtype).removeprefix("torch."), " x ".join(map(str, saved.shape)) or "1"]
-            row += [str(sum(len(one.chunks) + len(one.rows) for _, one in layers)), f"{size:,.3f}"]
-            row += [contents.tensor_digest(name)] if digest else []
-            table.add_row(*row)
+        with command_phase("read the tensors"):
+            for name, saved in contents.manifest.tensors.items():
+                layers = contents.chain.layers(name)
+                size = saved.dtype.itemsize * math.prod(saved.shape) / 1e6
+                row = [name, str(saved.dtype).removeprefix("torch."), " x ".join(map(str, saved.shape)) or "1"]
+                row += [str(sum(len(one.chunks) + len(one.rows) for _, one in layers)), f"{size:,.3f}"]
+                row += [contents.tensor_digest(name)] if digest else []
+                table.add_row(*row)
         SafeConsole().print(table)
         for place, value in leaves("", contents.manifest.state.value):
             print_plain(f"{place}: {value}")
@@ -107,16 +113,19 @@ def inspect(
 @checkpoint_app.command()
 def verify(path: _Path) -> None:
     """Read every byte and compare the checksums; of a folder, those of all its checkpoints. Exit code 1 for damage."""
-    from tilerec.checkpoint.contents import SavedContents
+    with command_phase(LOADING):
+        from tilerec.checkpoint.contents import SavedContents
+        from tilerec.train.checkpoint_paths import checkpoint_paths
 
     damaged = 0
     with _error_lines():
-        found = _found(path)
+        found = checkpoint_paths(path)
         if not found:
             raise FileError(f"{path}: got no checkpoints; expected one. Check the path.")
     for one in found:
         try:
-            size = SavedContents(one).verify(bases=found == [path])
+            with command_phase(f"verify {one}"):
+                size = SavedContents(one).verify(bases=found == [path])
             print_plain(f"{one}: whole, {size:,} bytes")
         except TilerecError as error:
             damaged += 1
@@ -130,15 +139,17 @@ def diff(first: _Path, second: _Path) -> None:
     """Print the tensors and numbers that differ between two checkpoints. Exit code 1 if there are any, 2 for errors."""
     from rich.table import Table
 
-    from tilerec.checkpoint.contents import differences, value_differences
+    with command_phase(LOADING):
+        from tilerec.checkpoint.contents import differences, value_differences
 
     with _error_lines(code=2):
         one, two = _contents(first), _contents(second)
         table = Table("tensor", "difference")
-        for found in differences(one, two):
-            text = found.text or (f"{found.cells:,} cells, at most {found.largest:g}" if found.cells else "")
-            table.add_row(found.name, f"{found.what} {text}".strip())
-        lines = value_differences(one, two)
+        with command_phase("compare"):
+            for found in differences(one, two):
+                text = found.text or (f"{found.cells:,} cells, at most {found.largest:g}" if found.cells else "")
+                table.add_row(found.name, f"{found.what} {text}".strip())
+            lines = value_differences(one, two)
     if table.row_count:
         SafeConsole().print(table)
     for line in lines:
@@ -151,11 +162,13 @@ def diff(first: _Path, second: _Path) -> None:
 @checkpoint_app.command()
 def compact(path: _Path) -> None:
     """Make an incremental checkpoint whole, in its place: it no longer needs the ones before it."""
-    from tilerec.checkpoint.compaction import compact as make_whole
+    with command_phase(LOADING):
+        from tilerec.checkpoint.compaction import compact as make_whole
 
     with _error_lines():
         found = _contents(path).path
-        made = make_whole(found)
+        with command_phase("compact"):
+            made = make_whole(found)
     print_plain(f"{found}: {'made whole' if made else 'it is whole'}")
 
 
@@ -167,7 +180,9 @@ def export(
     part: Annotated[str | None, typer.Option(help="With --dcp: this part alone, under its own names.")] = None,
 ) -> None:
     """Write whole tensors to one safetensors file, or a checkpoint of torch.distributed.checkpoint."""
-    from tilerec.checkpoint.changes import matches
+    with command_phase(LOADING):
+        from tilerec.checkpoint.changes import matches
+        from tilerec.checkpoint.dcp_export import export_dcp
 
     with _error_lines():
         if (out is None) == (dcp is None) or (only if dcp else part):
@@ -178,16 +193,16 @@ def export(
         contents = _contents(path)
         _check_export(contents, "--out" if dcp is None else "--dcp", out or dcp)
         if dcp is not None:
-            from tilerec.checkpoint.dcp_export import export_dcp
-
-            count = export_dcp(contents.path, dcp, part=part)
+            with command_phase("write the checkpoint"):
+                count = export_dcp(contents.path, dcp, part=part)
             print_plain(f"wrote {dcp}: {count:,} tensors")
             return
         names = [name for name in contents.manifest.tensors if not only or matches(name, only)]
         if not names:
             raise ConfigError(f"{path}: got no tensor that matches {only}; expected one. List them with inspect.")
         assert out is not None
-        contents.export(out, names)
+        with command_phase("write the tensors"):
+            contents.export(out, names)
     print_plain(f"wrote {out}: {len(names):,} tensors")
 
 
@@ -214,8 +229,9 @@ def import_checkpoint(
     skip_values: Annotated[bool, typer.Option("--skip-values", help="Leave out values of unknown classes.")] = False,
 ) -> None:
     """Convert a checkpoint of torch.distributed.checkpoint. No code in it runs."""
-    from tilerec.checkpoint.dcp_import import import_dcp
-    from tilerec.checkpoint.torchrec_import import import_torchrec
+    with command_phase(LOADING):
+        from tilerec.checkpoint.dcp_import import import_dcp
+        from tilerec.checkpoint.torchrec_import import import_torchrec
 
     with _error_lines():
         if part is not None if torchrec else steps is not None:
@@ -224,10 +240,11 @@ def import_checkpoint(
                 "--torchrec. Leave one out."
             )
         check_output("--out", out, {"FOLDER": [folder]})
-        if torchrec:
-            done = import_torchrec(folder, out, steps=steps, skip_values=skip_values)
-        else:
-            done = import_dcp(folder, out, part=part, skip_values=skip_values)
+        with command_phase("convert the checkpoint"):
+            if torchrec:
+                done = import_torchrec(folder, out, steps=steps, skip_values=skip_values)
+            else:
+                done = import_dcp(folder, out, part=part, skip_values=skip_values)
     for name in done.skipped:
         print_plain(f"skipped {name}")
     print_plain(f"wrote {out}: {done.tensors:,} tensors")
@@ -243,25 +260,12 @@ def _error_lines(code: int = 1) -> Iterator[None]:
         raise typer.Exit(code) from None
 
 
-def _found(path: str) -> list[str]:
-    """Return the checkpoints at a path: itself, or those of the folder, oldest first."""
-    from tilerec.checkpoint.folder import folder_at
-    from tilerec.checkpoint.manager import checkpoints, names_in
-    from tilerec.checkpoint.manifest import MANIFEST
-    from tilerec.train.run_metadata import FOLDER
-
-    names = names_in(path)
-    if MANIFEST in names:
-        return [path]
-    base = f"{path.rstrip('/')}/{FOLDER}" if FOLDER in names else path
-    return [folder_at(found.path).path for found in checkpoints(base)]
-
-
 def _contents(path: str) -> SavedContents:
     """Return the checkpoint at a path, or the newest whole one of the folder."""
     from tilerec.checkpoint.contents import SavedContents
+    from tilerec.train.checkpoint_paths import checkpoint_paths
 
-    found = _found(path)
+    found = checkpoint_paths(path)
     if len(found) == 1 and found[0] == path:
         return SavedContents(path)
     for one in reversed(found):

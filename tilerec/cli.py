@@ -38,6 +38,7 @@ import typer
 from tilerec.calibrate_cli import calibrate
 from tilerec.checkpoint_cli import checkpoint_app, import_checkpoint
 from tilerec.checkpoint_cli import export as export_checkpoint
+from tilerec.command_group import CommandGroup
 from tilerec.command_policy import interrupt_by_exception
 from tilerec.data_cli import data_app
 from tilerec.delta_cli import delta_app
@@ -50,8 +51,10 @@ from tilerec.stats_cli import stats
 from tilerec.terminal import SafeConsole, printable
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich takes as long to import as all else of a help text
     help="Train recommender models.",
 )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilerec.command_group import CommandGroup
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.option_file import with_config
 from tilerec.output_path import check_output
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from tilerec.data.convert import Conversion
     from tilerec.data.text_files import ListColumn
 
-data_app = typer.Typer(no_args_is_help=True, help="Commands on data files.")
+data_app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Commands on data files.")
 
 
 @data_app.callback()

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tilerec.command_group import CommandGroup
 from tilerec.errors import TilerecError
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 if TYPE_CHECKING:
     from tilerec.delta.log import DeltaLog
 
-delta_app = typer.Typer(no_args_is_help=True, help="Commands on logs of published states.")
+delta_app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Commands on logs of published states.")
 
 _Folder = Annotated[str, typer.Argument(help="Folder of the log, or a URL of fsspec.")]
 

@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -63,14 +62,17 @@ def doctor() -> None:
         for finding in _guarded(check):
             print_plain(str(finding))
             states.append(finding.state)
-    print_plain(f"{states.count('broken')} broken, {states.count('note')} notes")
+    notes = states.count("note")
+    print_plain(f"{states.count('broken')} broken, {notes} {'note' if notes == 1 else 'notes'}")
     if "broken" in states:
         raise typer.Exit(1)
 
 
 def own_version() -> str:
     """Return the version of the installed package."""
-    return next((found.version for found in metadata.distributions(name="tilerec")), "unknown")
+    from tilerec.version import __version__
+
+    return __version__
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -105,6 +107,8 @@ def _versions() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
+    from importlib import metadata
+
     found = [f"{name} {metadata.version(name)}" for name in _EXTRAS if find_spec(name)]
     missing = [f"{name} (tilerec[{extra}])" for name, extra in _EXTRAS.items() if not find_spec(name)]
     yield Finding("ok", "packages", ", ".join(["numpy " + metadata.version("numpy"), *found]))

@@ -44,6 +44,7 @@ MODULES = {
     "EmbeddingConfig": "tilerec.spec.table",
     "PoolingType": "tilerec.spec.table",
     "Topology": "tilerec.spec.topology",
+    "__version__": "tilerec.version",
 }
 """Module of each name that `tilerec/__init__.py` lists for type checkers."""
 PRESENT = "ConfigError", "InputError", "ReshardError", "TilerecError", "command_policy"

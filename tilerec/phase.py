@@ -36,4 +36,4 @@ def timed(what: str, console: Console | None) -> Iterator[None]:
     yield
     seconds = time.perf_counter() - began
     if console is not None and seconds >= LINE_AFTER_S:
-        console.print(f"{what}: {seconds:.1f} s", style="dim", highlight=False, markup=False)
+        console.print(f"{what}: {seconds:.1f} s", style="dim", highlight=False, markup=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -13,8 +14,9 @@ LOADING = "load PyTorch"
 
 
 def command_phase(what: str, *, show: bool = True) -> AbstractContextManager[None]:
-    """Return a `tilerec.phase.phase` on stderr; without `show` it prints nothing."""
-    return phase(what, SafeConsole(stderr=True) if show else None)
+    """Return a `tilerec.phase.phase` on stderr. Without `show` and on a launcher's ranks above 0 it prints nothing."""
+    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    return phase(what, SafeConsole(stderr=True) if show and first else None)
 
 
 @contextmanager

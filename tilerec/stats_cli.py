@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 def stats(
     data: Annotated[
-        str | None, typer.Argument(help="A file or folder: Criteo, MovieLens, delimited text or Parquet.")
+        str | None,
+        typer.Argument(help="A file or folder: Criteo, MovieLens, delimited text or Parquet; or a run file (.toml)."),
     ] = None,
     out: Annotated[Path, typer.Option(help="The JSON file to write; `tilerec plan` reads it.")] = Path("stats.json"),
     recipe: Annotated[
@@ -51,22 +52,25 @@ def stats(
         from tilerec.data.ids import BatchIds, open_ids
         from tilerec.recipes.registry import make_run
         from tilerec.train.override import override_all
+        from tilerec.train.run_file import read_run_file
 
     try:
         check_output_file("--out", out, shared={"DATA": [data or ""]})
         names = tuple(name.strip() for name in features.split(",") if name.strip())
         source: IdSource
-        if recipe is not None:
+        run_file = Path(data) if recipe is None and data and data.endswith(".toml") else None
+        if recipe is not None or run_file is not None:
+            what = f"recipe {recipe}" if recipe is not None else f"run file {run_file}"
             if names or separator or format_ != "auto":
                 raise ConfigError(
-                    "--recipe: got --features, --separator or --format, too; expected none of them, as the recipe "
-                    "defines its data. Leave them out."
+                    f"{what}: got --features, --separator or --format, too; expected none of them, as the run defines "
+                    "its data. Leave them out."
                 )
             # Only readers of text have the setting.
             changes = [f"data.on_bad_row={on_bad_row}"] if data and on_bad_row != "error" else []
-            run = override_all(make_run(recipe, data), changes)
+            run = override_all(read_run_file(run_file) if run_file else make_run(recipe or "", data), changes)
             dataset = run.data.open()
-            source = BatchIds(lambda: dataset.train(run.train.batch_size), f"recipe {recipe}")
+            source = BatchIds(lambda: dataset.train(run.train.batch_size), what)
         elif data is None:
             raise ConfigError(
                 "DATA: got nothing; expected a file or folder. Give one, or --recipe for a recipe that generates data."

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/extending/optimizer.py
 
-    v = rho v + (1 - rho) mean(g^2)        one number per row: slot "v"
+    v = beta v + (1 - beta) mean(g^2)        one number per row: slot "v"
     w -= lr g / (sqrt(v) + eps)
 
 The mean over a row is a sum over all of its columns. So the rule has one phase: if several ranks hold columns of a row,
@@ -35,12 +35,12 @@ from tilerec.planner import column_wise, row_wise
 class RowWiseRMSprop(OptimizerSpec):
     """Settings: what users pass, and what plans and param groups hold."""
 
+    rule = "rowwise_rmsprop"
+
     lr: float = 1e-2
     _: KW_ONLY
-    rho: float = 0.99
+    beta: float = 0.99
     eps: float = 1e-8
-
-    rule = "rowwise_rmsprop"
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -51,17 +51,17 @@ class RowWiseRMSprop(OptimizerSpec):
         return (1,)  # one phase, with one sum per row
 
     def _tail(self) -> list[float]:
-        return [self.rho, self.eps]  # what `Rule.names` names, in that order
+        return [self.beta, self.eps]  # what `Rule.names` names, in that order
 
     def _check(self) -> None:
-        self._number("rho", low=0.0, high=1.0, open_high=True)
+        self._number("beta", low=0.0, high=1.0, open_high=True)
         self._number("eps", low=0.0)
 
 
 class RowWiseRMSpropRule(Rule):
     """Arithmetic: U distinct rows of a step at once, W columns of the part of the rows that is here."""
 
-    names = ("rho", "eps")
+    names = ("beta", "eps")
     slot_kinds = ("row",)
     phases = 1
 
@@ -69,7 +69,7 @@ class RowWiseRMSpropRule(Rule):
         return [step.g_UW * step.g_UW]  # summed over the whole row
 
     def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
-        v_U = self.h["rho"] * step.slots[0] + (1 - self.h["rho"]) * step.scalars_PU[0] / step.dim
+        v_U = self.h["beta"] * step.slots[0] + (1 - self.h["beta"]) * step.scalars_PU[0] / step.dim
         w_UW = step.w_UW * (1 - self.lr * self.wd)  # shared settings of every optimizer: lr, weight_decay, …
         return w_UW - self.lr * step.g_UW / (torch.sqrt(v_U) + self.h["eps"])[:, None], [v_U]
 

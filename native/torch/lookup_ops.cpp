@@ -52,8 +52,8 @@ std::string label(const std::string& names, int64_t feature, bool table) {
   const std::string feature = report.feature < 0 ? "" : label(names, report.feature, false);
   const std::string table = report.feature < 0 ? "" : label(names, report.feature, true);
   if (report.status == TR_BAD_ID)
-    fail("Table '" + table + "': id " + text(report.value) + " of feature '" + feature + "' (position " + text(report.position) +
-         " of the batch's values) is outside [0, " + text(call.rows[call.tables[report.feature]]) +
+    fail("Table '" + table + "': got id " + text(report.value) + " of feature '" + feature + "' (position " + text(report.position) +
+         " of the batch's values); expected ids in [0, " + text(call.rows[call.tables[report.feature]]) +
          "). Remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'.");
   if (report.status == TR_BAD_OFFSETS && report.feature < 0)
     fail("KeyedJaggedTensor: the lengths sum to " + text(report.value) + ", but there are " + text(call.id_count) +

@@ -124,7 +124,7 @@ def test_ids_outside_a_row_range_table_raise() -> None:
     for bad in (-1, 100):
         ids = batch().values().clone()
         ids[12] = bad
-        with pytest.raises(InputError, match=r"Table '[ab]\[\d+:0\]': id -?\d+ of feature"):
+        with pytest.raises(InputError, match=r"Table '[ab]\[\d+:0\]': got id -?\d+ of feature"):
             model[0](KeyedJaggedTensor(["h", "i", "f", "g"], ids, lengths=LENGTHS))
 
 

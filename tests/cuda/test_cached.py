@@ -170,7 +170,7 @@ def test_a_bad_id_of_a_prefetch_is_told_by_a_later_op_and_the_module_goes_on() -
             module(bad)
         raise_all(torch.device("cuda"))
 
-    with pytest.raises(InputError, match=r"Table 'a': id 300 of feature 'f' \(position 1 of"):
+    with pytest.raises(InputError, match=r"Table 'a': got id 300 of feature 'f' \(position 1 of"):
         looked_up()
     raise_all(torch.device("cuda"))  # told once
     kjt = on_gpu(batch(random.Random(7)))

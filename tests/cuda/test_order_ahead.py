@@ -309,4 +309,4 @@ def test_a_bad_id_is_told_once_though_weights_want_gradients() -> None:
         except InputError as error:
             told.append(str(error))
     assert len(told) == 1
-    assert told[0].startswith(f"Table 'a': id {ROWS} of feature 'x'")
+    assert told[0].startswith(f"Table 'a': got id {ROWS} of feature 'x'")

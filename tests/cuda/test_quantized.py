@@ -57,5 +57,5 @@ def test_a_bad_id_is_named() -> None:
         torch.cuda.synchronize()
         reports.raise_due(DEVICE)
 
-    with pytest.raises(InputError, match="Table 't': id 5 of feature 'f'"):
+    with pytest.raises(InputError, match="Table 't': got id 5 of feature 'f'"):
         lookup()

@@ -180,5 +180,5 @@ def test_an_id_that_only_the_device_has_seen_stops_all_ranks_and_the_next_step_w
     with Ranks(2, backend="gloo", timeout_s=size_of(60, 600)) as ranks:
         (one, first), (other, second) = ranks.run(refused)
     assert one.startswith("Rank 1 refused its batch")
-    assert other.startswith("Table 'rows': id 40 of feature 'a' (position 2 ")
+    assert other.startswith("Table 'rows': got id 40 of feature 'a' (position 2 ")
     assert first != second

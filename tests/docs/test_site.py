@@ -36,7 +36,7 @@ def test_every_page_is_in_the_navigation(site: Any) -> None:
 def test_every_public_name_has_a_docstring_and_a_place_in_the_reference(site: Any, tmp_path: Path) -> None:
     names = site.public_names()
     assert site.undocumented(names) == []
-    assert set(MODULES) <= set(names["tilerec"])
+    assert {*MODULES} - {"__version__"} <= set(names["tilerec"])
     site.write_pages(tmp_path / "pages")
     api = {page.stem: page.read_text() for page in (tmp_path / "pages" / "reference" / "api").glob("*.md")}
     entries = [path for text in api.values() for path in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]

@@ -26,7 +26,7 @@ def _blocks() -> list[tuple[str, str]]:
 
 def test_commands_and_options_exist() -> None:
     lines = [line for kind, text in _blocks() if kind == "sh" for line in text.splitlines() if line[:8] == "tilerec "]
-    assert len(lines) == 10
+    assert len(lines) == 12
     for line in lines:
         words = line.split()[1 : 3 if " checkpoint " in line else 2]
         help_text = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200"}).output

@@ -37,8 +37,8 @@ TORCH_213 = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
 SAMPLES = (0, 1, 2, 64)
 MANIFEST = "model/extra/tilerec.json"
 BAD_ID = (  # the compiler chooses the order of lookups
-    r"Table '(user|item|seen)': id \d+ of feature '(user|item)' \(position \d+ of the batch's values\) is outside "
-    r"\[0, 24\)\. Remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'\."
+    r"Table '(user|item|seen)': got id \d+ of feature '(user|item)' \(position \d+ of the batch's values\); expected "
+    r"ids in \[0, 24\)\. Remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'\."
 )
 
 

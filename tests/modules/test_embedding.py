@@ -78,7 +78,7 @@ def test_gradients_of_shared_tables_add_up(attached: bool) -> None:
 def test_bad_ids_and_missing_features_are_named() -> None:
     ec = collection()
     kjt = KeyedJaggedTensor.from_lengths_sync(["x", "y", "z"], torch.tensor([1, 8, 2]), torch.tensor([1, 1, 1]))
-    with pytest.raises(InputError, match="Table 'b': id 8 of feature 'y'"):
+    with pytest.raises(InputError, match="Table 'b': got id 8 of feature 'y'"):
         ec(kjt)
     with pytest.raises(InputError, match=r"feature 'z' of table 'c' is not in the batch"):
         ec(batch(("x", "y")))

@@ -519,7 +519,7 @@ def test_bad_input_is_named() -> None:
     bad = KeyedJaggedTensor.from_lengths_sync(
         ["item", "user", "friend"], torch.tensor([1, 12, 0]), torch.tensor([1, 1, 1])
     )
-    with pytest.raises(InputError, match="Table 'user': id 12 of feature 'user'"):
+    with pytest.raises(InputError, match="Table 'user': got id 12 of feature 'user'"):
         ebc(bad)
     floats = KeyedJaggedTensor.from_lengths_sync(["item", "user", "friend"], torch.zeros(3), torch.tensor([1, 1, 1]))
     with pytest.raises(InputError, match=r"got ids of dtype torch\.float32"):

@@ -85,7 +85,7 @@ def test_an_id_that_is_no_row_is_totals() -> None:
     tables = CachedTables([Shape(9, 1, 4), Shape(5, 1, 4)], 2)
     clock = torch.tensor([[1, 1], [1, 1], [1, 1]])
     ids = torch.tensor([3, 9, 5])
-    with pytest.raises(InputError, match=r"Table 'u': id 5 of feature 'g' \(position 2 of"):
+    with pytest.raises(InputError, match=r"Table 'u': got id 5 of feature 'g' \(position 2 of"):
         OPS.cache_ask_(ids, [0, 2], [1, 3], [0, 1], tables.books, [1, 1], 2, clock, "f@t,g@u")
     with pytest.raises(InputError, match=r"id 9 of feature number 0 \(position 1\) is outside \[0, 9\)"):
         OPS.cache_ask_(ids, [0], [2], [0], tables.books, [1, 1], 2, clock, "")

@@ -203,7 +203,7 @@ def test_routing_names_the_first_id_outside_its_table(which: str, ranges: int, b
         wire=range(2 * ranges),
         names="views@items,clicks@items",
     )
-    wanted = rf"Table 'items': id {bad} of feature 'clicks' \(position 2 .* outside \[0, 4\)"
+    wanted = rf"Table 'items': got id {bad} of feature 'clicks' \(position 2 .* expected ids in \[0, 4\)"
     with pytest.raises(InputError, match=wanted):
         ROUTE[which](*batch)
 

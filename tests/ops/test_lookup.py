@@ -123,7 +123,7 @@ def test_no_ids_give_zeros_and_no_bags_give_nothing(batch: int) -> None:
 def test_an_id_outside_its_table_is_named(bad: int) -> None:
     table = torch.randn(10, 4)
     ids = torch.tensor([1, 2, bad, 3])
-    with pytest.raises(InputError, match=rf"Table 'items': id {bad} of feature 'clicks' \(position 2 .*\[0, 10\)"):
+    with pytest.raises(InputError, match=rf"Table 'items': got id {bad} of feature 'clicks' \(position 2 .*\[0, 10\)"):
         torch.ops.tilerec.pooled_lookup(
             [table],
             NO_SINKS,
@@ -137,7 +137,7 @@ def test_an_id_outside_its_table_is_named(bad: int) -> None:
             torch.float32,
             "clicks@items",
         )
-    with pytest.raises(InputError, match=rf"Table 'items': id {bad} of feature 'clicks' \(position 2"):
+    with pytest.raises(InputError, match=rf"Table 'items': got id {bad} of feature 'clicks' \(position 2"):
         torch.ops.tilerec.sequence_lookup(
             [table], NO_SINKS, ids, torch.tensor([0, 4]), [0], torch.float32, "clicks@items"
         )

@@ -151,12 +151,12 @@ def test_rows_of_another_format_are_refused() -> None:
 
 def test_bad_ids_are_named_by_every_kernel() -> None:
     packed = [quantize_rows(rows_of(1.0, 5, 9), 8)]
-    with pytest.raises(InputError, match=r"Table 't': id 5 of feature 'f' \(position 1"):
+    with pytest.raises(InputError, match=r"Table 't': got id 5 of feature 'f' \(position 1"):
         call(packed, ids=(0, 5))
     ids, offsets = torch.tensor([0, -1]), torch.tensor([0, 2])
-    with pytest.raises(InputError, match="Table 't': id -1"):
+    with pytest.raises(InputError, match="Table 't': got id -1"):
         POOLED(packed, [9], [8], ids, offsets, None, [0], [0], [0], [1], torch.float32, "f@t")
-    with pytest.raises(InputError, match="Table 't': id -1"):
+    with pytest.raises(InputError, match="Table 't': got id -1"):
         SEQUENCE(packed, [9], [8], ids, offsets, [0], torch.float32, "f@t")
 
 

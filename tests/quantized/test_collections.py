@@ -91,7 +91,7 @@ def test_variable_batches_are_expanded_by_their_inverse_indices() -> None:
 
 def test_ids_outside_a_table_raise_or_are_clamped() -> None:
     quantized = quantize_tables(EmbeddingBagCollection(BAGS), "int8")
-    with pytest.raises(InputError, match=r"Table 'a': id \d+ of feature"):
+    with pytest.raises(InputError, match=r"Table 'a': got id \d+ of feature"):
         quantized(batch(most=10_000))
     ebc = EmbeddingBagCollection(BAGS, on_bad_id="clamp")
     clamping = quantize_tables(ebc, "int8")

@@ -220,7 +220,7 @@ def test_one_rank_with_whole_tables_routes_nothing_and_has_the_same_bits(kind: s
 def test_one_rank_refuses_ids_outside_its_table_and_goes_on(sequence: bool) -> None:
     def fn(group: Group) -> None:
         module = sharded(group, rows(20, 1), sequence=sequence)
-        with pytest.raises(InputError, match=r"Table 't': id 20 of feature 'a' \(position 1 "):
+        with pytest.raises(InputError, match=r"Table 't': got id 20 of feature 'a' \(position 1 "):
             module(batch_of([[3], [20]]))
         module(batch_of([[3], [19]]))
 

@@ -239,7 +239,7 @@ def test_a_bad_id_changes_nothing_whether_prefetched_or_looked_up() -> None:
         [t.rows.cache.tensors.sets.names.clone() for t in other.embedding_bags.values()],
     )
     bad = KeyedJaggedTensor.from_lengths_sync(KEYS, torch.tensor([5, 9, 300, 2]), torch.tensor([2, 1, 1]))
-    message = r"Table '[ab]': id 300 of feature 'g' \(position 2 of the batch's values\) is outside \[0, "
+    message = r"Table '[ab]': got id 300 of feature 'g' \(position 2 of the batch's values\); expected ids in \[0, "
     for call in (other.prefetch, other, plain):
         with pytest.raises(InputError, match=message):
             call(bad)
@@ -247,7 +247,7 @@ def test_a_bad_id_changes_nothing_whether_prefetched_or_looked_up() -> None:
     for table, names in zip(other.embedding_bags.values(), before[1], strict=True):
         assert torch.equal(table.rows.cache.tensors.sets.names, names)
     negative = KeyedJaggedTensor.from_lengths_sync(KEYS, torch.tensor([-1]), torch.tensor([0, 0, 1]))
-    with pytest.raises(InputError, match="Table 'c': id -1 of feature 'h'"):
+    with pytest.raises(InputError, match="Table 'c': got id -1 of feature 'h'"):
         other(negative)
     kjt = batch(rng)
     assert torch.equal(step(plain, kjt), step(other, kjt))

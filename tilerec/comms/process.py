@@ -143,9 +143,12 @@ class ProcessGroupComms(Group):
             dist.all_gather_object(all_members, members)
             members = set().union(*all_members)
         own: dist.ProcessGroup | None = None
+        # A group made with a map of one backend has no default backend, and torch warns when it is closed.
+        one = dist.get_backend(self._process_group)
+        backend = one if {one} == set(self._backends.values()) else self._config
         for ranks in sorted(members):
             process_group = dist.new_group(
-                ranks, timeout=self._timeout(), backend=self._config, group_desc=f"tilerec:{name}"
+                ranks, timeout=self._timeout(), backend=backend, group_desc=f"tilerec:{name}"
             )
             if dist.get_rank() in ranks:
                 own = process_group

@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
+from tilerec.command_group import CommandGroup
 from tilerec.option_file import with_config
 from tilerec.plan_cli.diff import diff
 from tilerec.plan_cli.make import make
@@ -23,7 +23,7 @@ from tilerec.plan_cli.show import explain_table, show
 from tilerec.plan_cli.whatif import whatif
 
 
-class _Commands(TyperGroup):
+class _Commands(CommandGroup):
     """Command group in which `tilerec plan SOURCE` is short for `tilerec plan make SOURCE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

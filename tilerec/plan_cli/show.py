@@ -59,7 +59,7 @@ def show(
                 write_page(found, report, html, what_ifs)
             return
         if not beside(plan, "report").exists():
-            print_plain(f"\nno report: {beside(plan, 'report')} does not exist")
+            print_plain(f"\nno report: {beside(plan, 'report')} does not exist; `tilerec plan SOURCE` writes one")
         by = request or beside(plan, "request")
         if by.exists() or request is not None:
             print_plain(f"\n{price_plan(PlanRequest.load(by), found)}")

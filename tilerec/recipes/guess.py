@@ -261,13 +261,15 @@ def _list(column: ColumnProfile, words: list[str], profile: DataProfile) -> Gues
 
 
 def _id(column: ColumnProfile, profile: DataProfile, why: str, distinct: int = 0) -> Guess:
-    expected = expected_distinct(distinct or column.distinct, column.values, profile)
+    count = distinct or column.distinct
+    expected = expected_distinct(count, column.values, profile)
     rows = table_rows(expected)
     settings: dict[str, Any] = {"column": column.name}
     if column.missing or profile.total != profile.rows:
         settings["missing"] = "row"
-    more = f", about {expected:,} in all rows" if expected > 1.05 * (distinct or column.distinct) else ""
-    why += f"; {distinct or column.distinct:,} distinct{more}"
+    more = f", about {expected:,} in all rows" if expected > 1.05 * count else ""
+    about = "about " if count >= 100 else ""  # a sketch counts: larger numbers may be 1 % off
+    why += f"; {about}{count:,} distinct{more}"
     return Guess(column.name, column.type, "id", why, settings, rows)
 
 

@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from tilerec.errors import TilerecError
+from tilerec.phase import timed
+from tilerec.progress import LOADING, command_phase
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 _NEEDS = ("starlette", "uvicorn", "prometheus_client")
@@ -46,7 +48,8 @@ def serve(
         batching = Batching(max_samples, wait_ms, max_waiting)
         logged = LogOptions(log, log_every, log_keep)
         options = ServerOptions(package, deltas, host, port, workers, threads, every, batching=batching, log=logged)
-        run_server(options, lambda address: print_plain(f"serving {package} on {address}"))
+        console = SafeConsole(stderr=True)
+        run_server(options, lambda address: print_plain(f"serving {package} on {address}"), console)
     except TilerecError as error:
         print_error(str(error))
         raise typer.Exit(1) from None
@@ -70,8 +73,9 @@ def bench_serve(
     """Offer requests at a given rate, whether or not the server keeps up, and print the latency."""
     from rich.table import Table
 
-    from tilerec.export.package_file import open_package
-    from tilerec.serve.load import BOUNDS_MS, Load, offer_load
+    with command_phase(LOADING):
+        from tilerec.export.package_file import open_package
+        from tilerec.serve.load import BOUNDS_MS, Load, offer_load
 
     try:
         low, _, high = pairs.partition(":")
@@ -82,7 +86,9 @@ def bench_serve(
         manifest = open_package(package).manifest
         started = None if address else _start(package, workers)
         try:
-            found = offer_load(address or _address(started), manifest, load)
+            address = address or _address(started)
+            with timed("offer the load", SafeConsole(stderr=True)):  # a spinner would take time from the server
+                found = offer_load(address, manifest, load)
         finally:
             if started is not None:
                 with started:  # closes its pipe

@@ -14,20 +14,28 @@ import importlib
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from tilerec.gc_paused import gc_paused
+from tilerec.phase import phase
 from tilerec.serve.metrics import worker_metrics
 from tilerec.serve.server_options import ServerOptions
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _IMPORTS = ("tilerec.serve.app", "tilerec.serve.endpoints", "tilerec.serve.workers", "uvicorn", "safetensors.torch")
 """Modules of the workers. The parent imports them while it reads the package, and workers share them."""
 
 
-def run_server(options: ServerOptions, ready: Callable[[str], object] = lambda address: None) -> None:
+def run_server(
+    options: ServerOptions, ready: Callable[[str], object] = lambda address: None, console: Console | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         ready: called with the address, `http://127.0.0.1:8000`, once the server takes requests.
+        console: for the times of the phases before that; None prints none.
 
     Raises:
         FileError, ConfigError: the package cannot be served. OSError: the port is in use.
@@ -35,7 +43,7 @@ def run_server(options: ServerOptions, ready: Callable[[str], object] = lambda a
     with listen(options.host, options.port) as listener, worker_metrics():
         host, port = listener.getsockname()[:2]
         # Without the pause, collections take 0.18 s of the start.
-        with gc_paused(), ThreadPoolExecutor(1, "copy") as thread:
+        with phase("load PyTorch and the package", console), gc_paused(), ThreadPoolExecutor(1, "copy") as thread:
             from tilerec.serve.package_copy import copy_package
             from tilerec.serve.package_source import FileWatch
 
@@ -46,7 +54,7 @@ def run_server(options: ServerOptions, ready: Callable[[str], object] = lambda a
             copy = copying.result()
         from tilerec.serve.workers import Workers
 
-        Workers(options, listener, copy, watch).run(lambda: ready(f"http://{host}:{port}"))
+        Workers(options, listener, copy, watch).run(lambda: ready(f"http://{host}:{port}"), console)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -21,15 +21,19 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
-from typing import NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.phase import timed
 from tilerec.serve.metrics import forget_worker
 from tilerec.serve.package_copy import PackageCopy
 from tilerec.serve.package_source import FileWatch
 from tilerec.serve.server_options import ServerOptions
 from tilerec.serve.trial import Trial
 from tilerec.serve.worker import MOST_BYTES, READY, new_channel, send_copy, send_text, serve_in_worker
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _LOG = logging.getLogger("tilerec.serve")
 _TOO_SOON_S, _MOST_DEATHS = 5.0, 3
@@ -59,11 +63,12 @@ class Workers:
         self._deaths = 0
         self._stops = False
 
-    def run(self, ready: Callable[[], object]) -> None:
+    def run(self, ready: Callable[[], object], console: Console | None = None) -> None:
         """Keep the workers running until SIGTERM or SIGINT.
 
         Args:
             ready: called once, when the first worker takes requests.
+            console: for the time until then; None prints none.
 
         Raises:
             ConfigError: the version cannot serve, or workers die as soon as they start.
@@ -71,9 +76,10 @@ class Workers:
         before = {name: signal.signal(name, self._stop) for name in (signal.SIGTERM, signal.SIGINT)}
         gc.freeze()  # a collection would write to pages that parent and workers share
         try:
-            for _ in range(self._options.workers):
-                self._start()
-            self._await_first()
+            with timed("start the workers", console):
+                for _ in range(self._options.workers):
+                    self._start()
+                self._await_first()
             if not self._stops:
                 ready()
             due = time.monotonic() + self._options.every

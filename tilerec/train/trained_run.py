@@ -109,7 +109,7 @@ def find_trained(path: str | Path) -> TrainedRun:
 
     Args:
         path: a log folder; a checkpoint of a run, wherever it is; or a run file: the model beside it, in its `log_dir`,
-            or the newest in `runs/<name>`.
+            or the newest of the runs of its name in `runs/<name>` and `runs`.
 
     Raises:
         ConfigError: there is none; the message has the next move.
@@ -126,13 +126,23 @@ def find_trained(path: str | Path) -> TrainedRun:
     if config.log_dir:
         return replace(_trained(Path(config.log_dir)), run_file=given)
     folder = runs_folder(given, config.name)
-    found = sorted((file.stat().st_mtime_ns, file.parent) for file in folder.glob(f"*/{MODEL_FILE}"))
+    own, named = folder.glob(f"*/{MODEL_FILE}"), folder.parent.glob(f"*/{MODEL_FILE}")
+    models = [*own, *(file for file in named if _trained_as(file.parent) == config.name)]
+    found = sorted((file.stat().st_mtime_ns, file.parent) for file in models)
     if not found:
         raise ConfigError(
-            f"{given}: got no trained model in {folder}; expected at least one. Run `tilerec train {given}`, or pass "
-            "the log folder of a run that used --log-dir."
+            f"{given}: got no trained model in {folder} or {folder.parent}; expected at least one. Run `tilerec train "
+            f"{given}`. If a run was trained with --log-dir FOLDER, pass FOLDER in place of {given.name}."
         )
     return replace(_trained(found[-1][1]), run_file=given)
+
+
+def _trained_as(folder: Path) -> str:
+    """Return the name of the run in a log folder; "" if `quantize` has written the folder, or its files are damaged."""
+    try:
+        return "" if row_types_in(folder / MODEL_FILE) else read_run_file(folder / RUN_FILE).name
+    except TilerecError:
+        return ""
 
 
 def _trained(folder: Path) -> TrainedRun:

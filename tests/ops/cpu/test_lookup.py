@@ -258,7 +258,7 @@ def test_the_first_id_outside_its_table_is_named(index: torch.dtype, bad: int, t
     ids[begin + 700] = bad
     ids[begin + 2500] = bad
     case = replace(case, ids=ids)
-    message = rf"Table 't2': id {bad} of feature 'f2' \(position {begin + 700} .* outside \[0, 500\)"
+    message = rf"Table 't2': got id {bad} of feature 'f2' \(position {begin + 700} .* expected ids in \[0, 500\)"
     with pytest.raises(InputError, match=message):
         case.native()
     with pytest.raises(InputError, match=message.replace("'t2'", "'2'").replace("'f2'", "'2'")):
@@ -411,7 +411,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "tables too few": ({"tables": [0]}, "of 1 features: got 2 keys and 2 poolings"),
     "table of one dimension": ({"weights": [torch.ones(5, 3), torch.ones(5)]}, r"Table 1 .* \[5\]; expected \[rows"),
     "table of three dimensions": ({"weights": [torch.ones(5, 3, 1), torch.ones(5, 2)]}, r"Table 0 .* \[5, 3, 1\]"),
-    "table without rows": ({"weights": [torch.ones(5, 3), torch.ones(0, 2)]}, r"id 4 of feature .* outside \[0, 0\)"),
+    "table without rows": ({"weights": [torch.ones(5, 3), torch.ones(0, 2)]}, r"id 4 of .* expected ids in \[0, 0\)"),
 }  # fmt: skip
 
 
@@ -478,7 +478,7 @@ SEQUENCE_LIES: dict[str, tuple[dict[str, Any], str]] = {
     "table below 0": ({"tables": [-1, 0]}, r"reads table -1; expected \[0, 2\)"),
     "tables of other dims": ({"weights": [torch.ones(5, 3), torch.ones(5, 4)]}, "'u': dim 4, but .* dim 3"),
     "tables of narrower dims": ({"weights": [torch.ones(5, 3), torch.ones(5, 2)]}, "'u': dim 2, but .* dim 3"),
-    "table without rows": ({"weights": [torch.ones(0, 3), torch.ones(5, 3)]}, r"'t': id 1 of feature 'f'"),
+    "table without rows": ({"weights": [torch.ones(0, 3), torch.ones(5, 3)]}, r"'t': got id 1 of feature 'f'"),
 }  # fmt: skip
 
 

@@ -71,9 +71,9 @@ def test_bad_ids_and_offsets_are_named() -> None:
     ids[13] = 20
     layout = ([0, 1], [0, 2], [0, 0], [2], torch.float32, "a@a,b@b")
     rest = (tables(5), [5] * 4, [*BITS, 0])
-    with pytest.raises(InputError, match=r"Table 'b': id 20 of feature 'b' \(position 13"):
+    with pytest.raises(InputError, match=r"Table 'b': got id 20 of feature 'b' \(position 13"):
         POOLED(*rest, ids, offsets, None, *layout)
-    with pytest.raises(InputError, match=r"Table 'b': id 20 of feature 'b' \(position 13"):
+    with pytest.raises(InputError, match=r"Table 'b': got id 20 of feature 'b' \(position 13"):
         SEQUENCE(*rest, ids, torch.tensor([0, 10, 31]), [0, 1], torch.float32, "a@a,b@b")
     offsets[5] = 40
     with pytest.raises(InputError, match=r"Feature 'b': offsets\[5\] is 40"):

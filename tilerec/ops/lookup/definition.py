@@ -60,8 +60,8 @@ def raise_bad_id(names: str, feature: int, position: int, id_: int, rows: int) -
     """Raise the `InputError` for an id outside its table; `names`: "feature@table" per feature, separated by ","."""
     name, _, table = names.split(",")[feature].rpartition("@")
     raise InputError(
-        f"Table '{table}': id {id_} of feature '{name}' (position {position} of the batch's values) is outside "
-        f"[0, {rows}). Remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'."
+        f"Table '{table}': got id {id_} of feature '{name}' (position {position} of the batch's values); expected ids "
+        f"in [0, {rows}). Remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'."
     )
 
 
