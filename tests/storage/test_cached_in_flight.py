@@ -190,7 +190,7 @@ def test_ids_that_an_array_changes_after_the_prefetch_are_asked_for_anew() -> No
     ahead = kjt()
     other.prefetch(ahead)
     array[2] = 300
-    with pytest.raises(InputError, match=r"Table 'a': id 300 of feature 'f' \(position 2"):
+    with pytest.raises(InputError, match=r"Table 'a': got id 300 of feature 'f' \(position 2"):
         other(ahead)
     goes_on_alike(plain, other, random.Random(32))
 
