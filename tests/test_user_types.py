@@ -40,8 +40,12 @@ def train(features: KeyedJaggedTensor) -> torch.Tensor:
     assert_type(rows(features), dict[str, JaggedTensor])
     model = DistributedModelParallel(bags)
     assert_type(model.plan, ShardingPlan)
-    out: KeyedTensor = model(features)
-    return out.values()
+    assert_type(model(features), KeyedTensor)
+    return model(features).values()
+
+
+def wrap(model: torch.nn.Module) -> DistributedModelParallel:
+    return DistributedModelParallel(model)
 """
 
 

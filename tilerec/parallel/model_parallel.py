@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import TypeVar
 
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
@@ -30,8 +31,11 @@ from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.spec.plan import ShardingPlan
 from tilerec.storage.table_rows import rows_of
 
+Output = TypeVar("Output", default=Any)
+"""What a model returns: Any for a module whose calls have no type of their own."""
 
-class DistributedModelParallel(nn.Module):
+
+class DistributedModelParallel(nn.Module, Generic[Output]):
     """A sharded model with the same call signature as the model itself.
 
     The constructor changes the model in place. It replaces tables by this rank's tiles (see `tilerec.parallel.shard`),
@@ -40,7 +44,7 @@ class DistributedModelParallel(nn.Module):
     `.module`: it needs the model itself.
 
     Args:
-        module: the model, real or built on meta.
+        module: the model, an `nn.Module`, real or built on meta.
         env: the ranks: a `ShardingEnv`, a `DeviceMesh` of one axis, a process group or a `Group`; None: the default
             process group.
         device: the model's device; an integer is the index of a GPU. None: the CPU, or the current GPU if the process
@@ -65,7 +69,7 @@ class DistributedModelParallel(nn.Module):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Callable[..., Output],
         env: Ranks | None = None,
         device: torch.device | str | int | None = None,
         plan: AnyPlan | None = None,
@@ -76,15 +80,16 @@ class DistributedModelParallel(nn.Module):
         model_tracker_configs: Any = None,
     ) -> None:
         super().__init__()
+        model = cast(nn.Module, module)
         if model_tracker_configs is not None:
             warnings.warn("DistributedModelParallel: model_tracker_configs has no effect.", stacklevel=2)
         who = "DistributedModelParallel"
         dense = DenseOptions.of(init_data_parallel, init_parameters, data_parallel_wrapper)
 
         def shard_onto(group: Group, tables_device: torch.device | str | int) -> None:
-            shard_tables(module, plan, group, None, tables_device, False, sharders, who, dense.described)
+            shard_tables(model, plan, group, None, tables_device, False, sharders, who, dense.described)
 
-        self._build(module, env_of(who, "env", env), device, dense, shard_onto)
+        self._build(model, env_of(who, "env", env), device, dense, shard_onto)
 
     def _build(
         self,
@@ -116,7 +121,7 @@ class DistributedModelParallel(nn.Module):
 
     if TYPE_CHECKING:
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # the model's own arguments and result
+        def __call__(self, *args: Any, **kwargs: Any) -> Output: ...  # the model's own arguments and result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model."""
