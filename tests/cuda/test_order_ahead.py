@@ -300,13 +300,13 @@ def test_sample_weights_that_an_optimizer_steps_meanwhile_are_those_of_their_for
 def test_a_bad_id_is_told_once_though_weights_want_gradients() -> None:
     module, coming = collection(), batches(5)
     coming[0].values()[0] = ROWS
-    told = []
+    errors = []
     for batch in coming:
         batch.weights().requires_grad_()
         try:
             module(batch).values().float().sum().backward()
             torch.cuda.synchronize()
         except InputError as error:
-            told.append(str(error))
-    assert len(told) == 1
-    assert told[0].startswith(f"Table 'a': got id {ROWS} of feature 'x'")
+            errors.append(str(error))
+    assert len(errors) == 1
+    assert errors[0].startswith(f"Table 'a': got id {ROWS} of feature 'x'")
