@@ -31,7 +31,7 @@ typedef struct {
   int64_t* counts;           // [parts, 2], wire order
   int32_t *lengths, *slots;  // [present]
   void* local;               // [moved]
-  int64_t* positions;        // [moved]
+  int64_t* positions;        // [moved], or null
   tr_report report;
 } tr_route;
 

@@ -111,7 +111,7 @@ RouteFault count_marked(const RouteWork& work, const Chunk& chunk) {
   return {TR_OK, 0, 0};
 }
 
-template <class Id, class Mark, class Local>
+template <bool kPositions, class Id, class Mark, class Local>
 void write_marked(const RouteWork& work, const Chunk& chunk) {
   const tr_route& call = *work.call;
   const Route& route = work.routes[chunk.route];
@@ -129,7 +129,7 @@ void write_marked(const RouteWork& work, const Chunk& chunk) {
       Cursor& cursor = cursors[own[i - begin]];
       const int64_t n = cursor.ids++;
       local[n] = static_cast<Local>(static_cast<int64_t>(ids[i]) - cursor.lower);
-      positions[n] = i;
+      if constexpr (kPositions) positions[n] = i;
       // A bag's first id in the part begins a present bag. No branch here, because a processor cannot predict it.
       const int32_t more = -static_cast<int32_t>(cursor.mark == b);
       cursor.mark = b;
@@ -163,7 +163,6 @@ RouteFault write_copied(const RouteWork& work, const Chunk& chunk) {
   const uint64_t rows = static_cast<uint64_t>(route.cuts[1]);
   const Cursor cursor = work.cursors[chunk.first_cursor];
   Local* local = static_cast<Local*>(call.local) + cursor.ids - begin;
-  int64_t* positions = call.positions + cursor.ids - begin;
   uint64_t outside = 0;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t id = static_cast<int64_t>(ids[i]);
@@ -171,7 +170,10 @@ RouteFault write_copied(const RouteWork& work, const Chunk& chunk) {
     local[i] = static_cast<Local>(id);
   }
   if (outside) return first_bad_id(ids, begin, end, rows);
-  for (int64_t i = begin; i < end; ++i) positions[i] = i;
+  if (call.positions) {
+    int64_t* positions = call.positions + cursor.ids - begin;
+    for (int64_t i = begin; i < end; ++i) positions[i] = i;
+  }
   const int64_t bags = chunk.end - chunk.begin, present = cursor.mark - cursor.present;
   int32_t *lengths = call.lengths + cursor.present, *slots = call.slots + cursor.present;
   if (call.each_id) {
@@ -192,13 +194,21 @@ RouteFault write_copied(const RouteWork& work, const Chunk& chunk) {
   return {TR_OK, 0, 0};
 }
 
+template <bool kPositions, class Id, class Local>
+void write_marked(const RouteWork& work, const Chunk& chunk) {
+  if (work.mark_bytes == 2)
+    write_marked<kPositions, Id, uint16_t, Local>(work, chunk);
+  else
+    write_marked<kPositions, Id, uint32_t, Local>(work, chunk);
+}
+
 template <class Id, class Local>
 RouteFault write(const RouteWork& work, const Chunk& chunk) {
   if (work.routes[chunk.route].copied) return write_copied<Id, Local>(work, chunk);
-  if (work.mark_bytes == 2)
-    write_marked<Id, uint16_t, Local>(work, chunk);
+  if (work.call->positions)
+    write_marked<true, Id, Local>(work, chunk);
   else
-    write_marked<Id, uint32_t, Local>(work, chunk);
+    write_marked<false, Id, Local>(work, chunk);
   return {TR_OK, 0, 0};
 }
 

@@ -212,12 +212,10 @@ class Router:
         try:
             summary, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
                 batch.ids, batch.offsets, keys, batch.batches, self._cuts, self._ranges, self._wire, self.each_id,
-                self.id_dtype, self._names,
+                self.id_dtype, self._names, weights is not None,
             )  # fmt: skip
         except Exception as error:
             return self.begin_refused(error, self.group.device, note)
-        if weights is None:  # the batch waits for its headers without what nothing will read
-            positions = positions.new_empty(0)
         sorted_ids = summary, lengths, local, slots, positions
         flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
         # 31 bits in all: the word has a sign.

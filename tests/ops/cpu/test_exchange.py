@@ -91,6 +91,8 @@ def test_native_routing_equals_the_reference(
         expected = exchange._route_ids_reference(*batch)
         torch.set_num_threads(threads)
         _equal(native["route_ids"](*batch), expected)
+        _equal(native["route_ids"](*batch, False), (*expected[:4], expected[4][:0]))
+        _equal(exchange._route_ids_reference(*batch, False), (*expected[:4], expected[4][:0]))
 
 
 def test_more_parts_than_two_bytes_count_are_told_apart(native: dict[str, Callable[..., Any]]) -> None:

@@ -107,6 +107,13 @@ def test_routing_equals_the_reference(seed: int) -> None:
     routed_alike(drawn(seed))
 
 
+def test_positions_that_nothing_reads_are_not_written() -> None:
+    batch = drawn(3)
+    found, wanted = exchange.route_ids(*batch, with_positions=False), exchange.route_ids(*batch)
+    assert found[4].shape == (0,)
+    assert all(torch.equal(a, b) for a, b in zip(cut(found)[:4], cut(wanted)[:4], strict=True))
+
+
 def test_routing_gives_the_worked_example() -> None:
     told, lengths, local, slots, positions = routed_alike(Batch(torch.tensor([3, 0, 1]), torch.tensor([0, 2, 3])))
     assert told.tolist() == [0, 1, 1, 2, 2]
@@ -444,7 +451,7 @@ def route_gates() -> list[Gate]:
     return [
         Gate("deal", f"{module}:deal_items", deal | places | {"bags_V": "*i32"} | dict.fromkeys(
             ["count", "bags", "width", "parts"], "i32"), tile | {"EACH_ID": False, "STEPS": 3}),
-        Gate("order", f"{module}:order_items", order | places | {"count": "i32"} | sizes, tile),
+        Gate("order", f"{module}:order_items", order | places | {"count": "i32"} | sizes, tile | {"WITH_POSITIONS": False}),
         Gate("number", f"{module}:number_bags", number | places | {"summary": "*i64"} | sizes, tile),
     ]  # fmt: skip
 

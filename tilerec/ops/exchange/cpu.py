@@ -70,6 +70,7 @@ def _route_ids(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tens
     def route_ids(
         ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int], cuts: Sequence[int],
         ranges: Sequence[int], wire: Sequence[int], each_id: bool, dtype: torch.dtype, names: str,
+        with_positions: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         assert len(keys) == len(ranges), "route_ids: one number of parts per route"
         assert dtype in INDEX_TYPES, "route_ids: local ids are int32 or int64"
@@ -89,13 +90,13 @@ def _route_ids(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tens
             lengths = torch.empty(call.present, dtype=torch.int32)
             local = torch.empty(call.moved, dtype=dtype)
             slots = torch.empty(call.present, dtype=torch.int32)
-            positions = torch.empty(call.moved, dtype=torch.int64)
+            positions = torch.empty(call.moved if with_positions else 0, dtype=torch.int64)
             call.counts, call.lengths, call.slots = (
                 summary.data_ptr() + 8,
                 lengths.data_ptr(),
                 slots.data_ptr(),
             )
-            call.local, call.positions = local.data_ptr(), positions.data_ptr()
+            call.local, call.positions = local.data_ptr(), positions.data_ptr() if with_positions else None
             if finish(call_pointer):
                 _raise_route(call.report, names, cuts, ranges, ids, offsets)
         finally:

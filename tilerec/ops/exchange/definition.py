@@ -111,7 +111,7 @@ def _check_offsets(
 
 def _fake_route_ids(
     ids: Tensor, offsets: Tensor, keys: Any, batches: Any, cuts: Any, ranges: Any, wire: Any, each_id: bool,
-    dtype: torch.dtype, names: str,
+    dtype: torch.dtype, names: str, with_positions: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     context = torch.library.get_ctx()
     present, count = context.new_dynamic_size(), context.new_dynamic_size()
@@ -120,18 +120,19 @@ def _fake_route_ids(
         ids.new_empty(present, dtype=torch.int32),
         ids.new_empty(count, dtype=dtype),
         ids.new_empty(present, dtype=torch.int32),
-        ids.new_empty(count, dtype=torch.int64),
+        ids.new_empty(count if with_positions else 0, dtype=torch.int64),
     )
 
 
 @LIBRARY.op(
     "route_ids(Tensor ids, Tensor offsets, int[] keys, SymInt[] batches, int[] cuts, int[] ranges, int[] wire, "
-    "bool each_id, ScalarType dtype, str names) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool each_id, ScalarType dtype, str names, bool with_positions=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_route_ids,
 )
 def _route_ids_reference(
     ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int], cuts: Sequence[int],
     ranges: Sequence[int], wire: Sequence[int], each_id: bool, dtype: torch.dtype, names: str,
+    with_positions: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Sort the ids of R routes by part, in wire order; within a part, in the order of the batch.
 
@@ -145,6 +146,7 @@ def _route_ids_reference(
         each_id: every id is a bag of its own, numbered within its key (sequence lookups).
         dtype: of the local ids, int32 or int64.
         names: "feature@table" per route, separated by ",", for messages.
+        with_positions: False: the last result is empty.
 
     Returns:
         summary: int64 `[1 + 2 K]`: 0 or a fault (below), then the present bags and ids of each part, in wire order.
@@ -189,7 +191,7 @@ def _route_ids_reference(
         (ends_P - starts_P).to(torch.int32),
         local_N[order_N].to(dtype),
         bag_N[starts_P].to(torch.int32),
-        position_N[order_N],
+        position_N[order_N] if with_positions else position_N[:0],
     )
 
 

@@ -163,9 +163,9 @@ def deal_items(
 @triton.jit(do_not_specialize=["count", "items", "parts"], do_not_specialize_on_alignment=ANYWHERE)
 def order_items(
     local_V, positions_V, numbers_V, begun_T, ids, places_V, order_V, bags_V, lower, count, items, parts,
-    TILE: tl.constexpr,
+    WITH_POSITIONS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store local ids, positions and bag numbers of a tile of items in wire order, and the bags that begin in it."""
+    """Store local ids, positions (if `WITH_POSITIONS`) and bag numbers of a tile of items in wire order, and the bags that begin in it."""
     program = tl.program_id(0).to(tl.int64)
     item = program * TILE + tl.arange(0, TILE)
     here = item < items
@@ -182,7 +182,8 @@ def order_items(
     id_ = tl.load(ids + position, mask=here, other=0).to(tl.int64)
     local = id_ - tl.load(lower + place, mask=here, other=0)
     tl.store(local_V + item, local.to(local_V.dtype.element_ty), mask=here)
-    tl.store(positions_V + item, position, mask=here)
+    if WITH_POSITIONS:
+        tl.store(positions_V + item, position, mask=here)
     tl.store(numbers_V + item, number, mask=here)
 
 
@@ -267,12 +268,15 @@ def _layout(keys: tuple[int, ...], cuts: tuple[int, ...], ranges: tuple[int, ...
 def route_ids(
     ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int], cuts: Sequence[int],
     ranges: Sequence[int], wire: Sequence[int], each_id: bool, dtype: torch.dtype, names: str,
+    with_positions: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     device = ids.device
     raise_due(device)
     layout = _layout(tuple(keys), tuple(cuts), tuple(ranges), tuple(wire))
     if len(layout.layers) > GRID_Y:  # 65,535 or more routes read one key
-        return _route_ids_reference(ids, offsets, keys, batches, cuts, ranges, wire, each_id, dtype, names)
+        return _route_ids_reference(
+            ids, offsets, keys, batches, cuts, ranges, wire, each_id, dtype, names, with_positions
+        )
     first_bags, bags = bag_starts(keys, batches)
     for r, (first, own) in enumerate(zip(first_bags, bags, strict=True)):
         if own < 0 or first + own + 1 > offsets.numel():
@@ -303,7 +307,7 @@ def route_ids(
     )  # fmt: skip
     places_V, order_V = torch.sort(places_V, stable=True)
     local_V = torch.empty(items, dtype=dtype, device=device)
-    positions_V = torch.empty(items, dtype=torch.int64, device=device)
+    positions_V = torch.empty(items if with_positions else 0, dtype=torch.int64, device=device)
     numbers_V, slots_P = (torch.empty(items, dtype=torch.int32, device=device) for _ in range(2))
     lengths_P = torch.zeros(items, dtype=torch.int32, device=device)
     tiles = -(-items // _TILE)
@@ -311,7 +315,8 @@ def route_ids(
         begun_T = torch.empty(tiles, dtype=torch.int32, device=device)
         launch(order_items, (tiles,),
             local_V, positions_V, numbers_V, begun_T, ids, places_V, order_V, bags_V,
-            constants(layout.lower, device), count, items, parts, TILE=_TILE, num_warps=1, enable_fp_fusion=False,
+            constants(layout.lower, device), count, items, parts, WITH_POSITIONS=with_positions, TILE=_TILE,
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         launch(number_bags, (tiles,),
             lengths_P, slots_P, summary, places_V, numbers_V, begun_T, items, parts, TILE=_TILE, num_warps=1,
