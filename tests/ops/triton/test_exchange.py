@@ -451,7 +451,8 @@ def route_gates() -> list[Gate]:
     return [
         Gate("deal", f"{module}:deal_items", deal | places | {"bags_V": "*i32"} | dict.fromkeys(
             ["count", "bags", "width", "parts"], "i32"), tile | {"EACH_ID": False, "STEPS": 3}),
-        Gate("order", f"{module}:order_items", order | places | {"count": "i32"} | sizes, tile | {"WITH_POSITIONS": False}),
+        Gate("order", f"{module}:order_items", order | places | {"count": "i32"} | sizes,
+             tile | {"WITH_POSITIONS": False}),
         Gate("number", f"{module}:number_bags", number | places | {"summary": "*i64"} | sizes, tile),
     ]  # fmt: skip
 

@@ -165,7 +165,7 @@ def order_items(
     local_V, positions_V, numbers_V, begun_T, ids, places_V, order_V, bags_V, lower, count, items, parts,
     WITH_POSITIONS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store local ids, positions (if `WITH_POSITIONS`) and bag numbers of a tile of items in wire order, and the bags that begin in it."""
+    """Store local ids, positions and bag numbers of a tile of items in wire order, and the bags that begin in it."""
     program = tl.program_id(0).to(tl.int64)
     item = program * TILE + tl.arange(0, TILE)
     here = item < items
