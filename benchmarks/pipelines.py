@@ -9,6 +9,8 @@ meanwhile, as over a real link. A step's dense part computes for `--compute` ms 
 backward, so the figures hold on a busy machine, too. A route is two messages, so the plain loop pays compute + 2 links.
 
 Overhead: steps of the plain loop and of a pipeline alternate, on twin models and equal batches; medians, and CPU time.
+The same with a model that computes nothing shows a pipeline's own time, which is too short for a difference of whole
+steps on a machine whose speed changes; "of a step" is its part of the plain loop's step.
 """
 
 from __future__ import annotations
@@ -106,6 +108,17 @@ class BusyModel(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Any]:
         loss, output = self.model(batch)
         return Busy.apply(loss, self._seconds / 2), output
+
+
+class IdleModel(nn.Module):
+    """A model that computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Any]:
+        return self.weight.sum(), batch
 
 
 def built(group: Any, rows: int, seconds: float) -> nn.Module:
@@ -211,6 +224,18 @@ def overhead(ranks: int, count: int) -> dict[str, tuple[float, float]]:
     return timed(steps, made, count)
 
 
+def own_times(count: int) -> dict[str, float]:
+    """CPU time in ms that a step of each pipeline takes beyond one of the plain loop, without a model's time."""
+    steps: dict[str, Callable[[Any], Any]] = {}
+    for make in (None, *PIPELINES):
+        model = IdleModel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        name = "plain loop" if make is None else make.__name__
+        steps[name] = plain_step(model, optimizer) if make is None else make(model, optimizer, CPU).progress
+    found = timed(steps, batches(8, 1024, 20_000, 0), 20 * count)
+    return {name: cpu - found["plain loop"][1] for name, (_, cpu) in found.items() if name != "plain loop"}
+
+
 def show(title: str, found: dict[str, tuple[float, float]], base: str) -> None:
     """Print one table."""
     print(f"\n{title}\n{'':38s}{'ms/step':>10s}{'ratio':>8s}{'CPU ms':>10s}{'ratio':>8s}")
@@ -236,7 +261,10 @@ def main() -> None:
             limit = max(alone, route)
             print(f"{make.__name__}: {found[make.__name__][0] / limit:.3f} of max(step without link, route)")
     if given.part != "link":
-        show("1 process, unsharded, batch 1,024", overhead(1, given.steps), "plain loop")
+        found = overhead(1, given.steps)
+        show("1 process, unsharded, batch 1,024", found, "plain loop")
+        for name, own in own_times(given.steps).items():
+            print(f"{name}: {1e3 * own:.0f} us of its own, {own / found['plain loop'][1]:.2%} of a step")
         found = run_ranks(2, overhead, 2, given.steps, timeout_s=1000)[0]
         show("2 processes, row-wise, batch 1,024 each", found, "plain loop")
 

@@ -277,6 +277,8 @@ class RoutesAhead:
 
     def _learn(self, calls: list[LearnedRoute]) -> None:
         """Add the calls of a forward that exceed the learned ones."""
+        if not calls:
+            return
         known = Counter((id(one.collection), one.path, one.options) for one in self._learned)
         for call in calls:
             key = id(call.collection), call.path, call.options
