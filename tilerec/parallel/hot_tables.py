@@ -10,7 +10,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.parallel.model_tables import table_word
 from tilerec.sharding.shard_ids import IdsBelow
-from tilerec.spec.plan import HOST_KERNELS, ShardingPlan
+from tilerec.spec.plan import ShardingPlan
 
 
 def check_hot_tables(
@@ -22,7 +22,7 @@ def check_hot_tables(
         ids: managed collision of the model.
 
     Raises:
-        ConfigError: a table is behind a cache, or its ids are those of managed collision.
+        ConfigError: its ids are those of managed collision.
     """
     managed: dict[int, set[str]] = {}
     for own in ids.values():
@@ -32,8 +32,6 @@ def check_hot_tables(
     for path, name, sharding in plan.tables():
         if sharding.tiling is None or sharding.tiling.head is None:
             continue
-        if sharding.kernel in HOST_KERNELS:
-            raise refused(path, name, f"the kernel '{sharding.kernel.value}', which keeps rows in host memory")
         if name in managed.get(id(collections[path]), ()):
             raise refused(path, name, "managed collision, which gives rows to other ids")
 

@@ -121,8 +121,8 @@ def tables_of(module: nn.Module, sharders: Sequence[Sharder] = (), dense: Contai
                 isinstance(part, EmbeddingBagCollection),
                 isinstance(part, EmbeddingBagCollection) and part.is_weighted(),
                 wires.get(mark),
-                _load_factor(table.rows.cache),
-                table.rows.cache is not None and table.rows.cache.folder is not None,
+                _load_factor(table.cache),
+                table.cache is not None and table.cache.folder is not None,
                 "_managed_by" in vars(part),
             )
         )

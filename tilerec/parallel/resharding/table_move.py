@@ -244,12 +244,16 @@ class TableMove:
                 if name == ("grad",):
                     part.before = self._sources[name]
         places = tiles_or_empty(self.new.bare, self._group.rank)
-        device, cache = self.table.weight.device, self.table.rows.cache
+        device, cache = self.table.weight.device, self.table.cache
         folder = None if cache is None else cache.folder
+        head_device = device
+        if cache is not None and device.type != "meta":
+            device = torch.device("cpu")
+            head_device = cache.device or device
         for name, kind in self._ready.kinds.items():
             if self.new.head is not None and name[0] in ("weight", "slot"):
                 shape = (len(self.new.head.hot), *((self.new.dim,) if kind.cells else kind.trailing))
-                self._heads[name] = torch.empty(shape, dtype=kind.dtype, device=device)
+                self._heads[name] = torch.empty(shape, dtype=kind.dtype, device=head_device)
             if self._stays and moving:
                 self._memory[name] = list(self._sources[name])
                 continue
