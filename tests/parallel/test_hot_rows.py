@@ -15,7 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from tests.sharding.managed_models import build as managed_model
 from tilerec.checkpoint import CheckpointManager, load, save
 from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.contents import SavedContents
@@ -33,8 +32,6 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.shard import shard
-from tilerec.parallel.two_d.dmp_collection import DMPCollection
-from tilerec.planner.helpers import row_wise, table_wise
 from tilerec.sharding import tile_memory
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.cache import CacheParams
@@ -309,18 +306,6 @@ def test_other_hot_rows_on_another_rank_are_refused() -> None:
     refused(r"one.hot.* is 0 on rank 0 and 1 on rank 1", act)
 
 
-def test_hot_rows_of_managed_collision_are_refused() -> None:
-    def act(group: Group) -> None:
-        tables = {"user": row_wise(num_buckets=3), "item": table_wise(rank=1), "plain": table_wise(rank=0)}
-        model = managed_model("lru and lfu, shared rows")
-        configs = {c.name: (c.num_embeddings, c.embedding_dim) for c in model.embedding_module._configs}
-        hot = Tiling.of("item", *configs["item"], [(0, *[configs["item"][0]], 0, configs["item"][1], 1)])
-        own = {**tables, "item": ParameterSharding("explicit", tiling=hot, hot=HotRows(np.array([0])))}
-        shard(model, {"_embedding_module": own}, group)
-
-    refused("'item'.*got hot rows with managed collision", act)
-
-
 def test_hot_rows_beside_rows_on_every_rank_are_refused() -> None:
     tiling = Tiling.of("one", 20, DIM, [(0, 5, 0, DIM, (0, 1)), (5, 20, 0, DIM, 0)])
     own = {**plan(True), "one": ParameterSharding("explicit", tiling=tiling, hot=HotRows(np.array([7])))}
@@ -346,16 +331,6 @@ def test_a_head_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(tile_memory, "flat_memory", full)
     refused("no memory for .* copies of 4 hot rows", lambda group: shard(unsharded(), plan(True), group))
-
-
-def test_hot_rows_in_2d_parallelism_are_refused() -> None:
-    def act(group: Group) -> None:
-        for sync in ("exact", "average"):
-            model = unsharded()
-            with pytest.raises(ConfigError, match=r"'rows'.*got hot rows with 2D parallelism"):
-                DMPCollection(model, "cpu", {"": plan(True)}, 4, 2, group, sync=sync)
-
-    run_virtual_ranks(4, act)
 
 
 # ------------------------------------------------------------------------------------------------- ahead and compiled

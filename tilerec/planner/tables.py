@@ -41,7 +41,7 @@ class PlannedTable:
         wire: wire formats from a sharder; None: fp32.
         cached: load factor of the table's cache, if its rows are already in host memory (0: no cache lines); else None.
         files: these rows are in files, not in host memory.
-        managed: its ids are those of managed collision, so no rows of it are hot.
+        managed: its ids are those of managed collision. Hot ones are known by their rows, in a running model only.
     """
 
     names: tuple[tuple[str, str], ...]

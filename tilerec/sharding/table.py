@@ -55,7 +55,7 @@ class ShardedTable(Table, TiledTable):
 
     @property
     def home(self) -> torch.device:
-        """Device of the tiles: the same on ranks that hold copies of hot rows only, which a cached table has elsewhere."""
+        """Device of the tiles, on every rank alike: copies of hot rows of a cached table may be on another one."""
         device = self.rows.leaf.device
         return device if self.cache is None or device.type == "meta" else torch.device("cpu")
 

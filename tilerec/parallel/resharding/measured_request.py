@@ -77,7 +77,7 @@ def _with_hot(table: PlannedTable, known: Skew | None, load: Load, heads: bool) 
     """Return the skew by the measured hot ids of a table, if there are any, in place of the known one."""
     if known is not None and known.ordered:
         return known
-    if not heads or table.managed:
+    if not heads:
         return known and replace(known, hot=())
     measured = of_names([load.hot.get(name) for name in table.names])
     return known if measured is None else measured.skew(table.rows)
