@@ -26,6 +26,8 @@ from tilerec import (
 from tilerec.comms.group import Group
 from tilerec.modules.cached_tables import iter_table_rows
 from tilerec.parallel.check_replicas import check_replicas
+from tilerec.parallel.resharding.measured_load import load_of
+from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.sharding.update import TileRows
 from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.optimizer import LAMB, Adam, OptimizerSpec, RowWiseAdagrad
@@ -169,6 +171,22 @@ def test_hot_rows_of_cached_tables_come_and_go_and_their_tiles_move(kernel: str,
             assert_same(everything(plain), everything(other))
         assert_same(train(plain, group, [9]), train(other, group, [9]))
         assert_same(everything(plain), everything(other))
+
+    run_virtual_ranks(2, run)
+
+
+def test_a_rebalance_leaves_hot_rows_of_cached_tables_as_they_are() -> None:
+    base = Model()
+
+    def run(group: Group) -> None:
+        plain, other = both(base, group, Adam(0.1), "table_wise")
+        assert_same(train(plain, group, range(2)), train(other, group, range(2)))
+        assert load_of(other, reset=False).hot
+        done = rebalance(other, least_gain=0.0, horizon=10**12, progress=False)
+        assert done.moved is not None, str(done)
+        assert {table: list(sharding.hot.ids) for _, table, sharding in done.plan.tables() if sharding.hot} == HOT
+        assert_same(everything(plain), everything(other))
+        check_replicas(other)
 
     run_virtual_ranks(2, run)
 

@@ -17,6 +17,7 @@ from tilerec.errors import ConfigError
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
+from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.resize_ids import resize_ids
 from tilerec.parallel.two_d.dmp_collection import DMPCollection
@@ -78,6 +79,18 @@ def test_hot_rows_of_exact_replicas_move_and_the_plan_of_a_group_has_them() -> N
             "columns": HotRows(np.array(HOT["columns"])),
         }
         assert_alike(model, state_of(plain))
+        check_replicas(model)
+
+    run_virtual_ranks(4, live)
+
+
+def test_a_rebalance_of_exact_replicas_leaves_hot_rows_as_they_are() -> None:
+    def live(group: Group) -> None:
+        model, made = model_2d(group, 2, True)
+        train(model, group.rank, 0)
+        rebalance(made, least_gain=0.0, horizon=10**9, progress=False)
+        for name, table in model._tables.items():
+            assert table.tiling.head.hot == HotRows(np.array(HOT[name]))
         check_replicas(model)
 
     run_virtual_ranks(4, live)

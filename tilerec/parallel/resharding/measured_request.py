@@ -52,7 +52,7 @@ def measured_request(
     """Return the planner's request with its own constraints and the measured load.
 
     Args:
-        heads: False: no table gets hot rows.
+        heads: False: no table gets other hot rows.
     """
     request = planner.request(tables)
     samples = max(f.bags for own in load.features.values() for f in own)

@@ -60,7 +60,8 @@ def propose(
     ties = [list(names) for names in ties_of(cast("dict[str, TableCollection]", collections))]
     step = StepSeconds(request)
     before = step(tilings_of(present))
-    proposed = _with_hot(with_storage_of(planner.make(request), present), present, load)
+    counted = replace(load, hot={}) if two_d else load
+    proposed = _with_hot(with_storage_of(planner.make(request), present), present, counted)
     bytes_of_cell = cell_bytes(collections)
     topology = request.topology
     if topology.host_ranks == own.host_ranks:
@@ -81,7 +82,7 @@ def propose(
 def _with_hot(plan: ShardingPlan, present: ShardingPlan, load: Load) -> ShardingPlan:
     """Return the plan with the present hot rows of tables whose frequent ids are not known, and of those behind caches.
 
-    Others lose them; for cached tables the planner has no options with hot rows.
+    The planner has no options with hot rows for cached tables. Other tables lose those that it did not choose.
     A plan that leaves `hot` out would keep them.
     """
     for path, name, sharding in list(plan.tables()):
