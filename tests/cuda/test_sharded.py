@@ -16,10 +16,14 @@ from tilerec.modules.hash_zch import HashZchManagedCollisionModule
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.full_state import full_state_dict
+from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.cache import CacheParams
+from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -88,6 +92,44 @@ def test_tables_on_a_gpu_equal_those_of_one_process_on_the_cpu(backend: str, siz
         for got in ranks.run(train_on_the_gpu):
             for own, table in zip(got, want, strict=True):
                 torch.testing.assert_close(own, table, rtol=0, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- hot rows
+
+
+def train_hot_rows_on_the_gpu(hot: bool, kernel: str | None) -> list[Tensor]:
+    """Whole rows and state after training, a move of the hot rows and more training."""
+    rank = torch.distributed.get_rank()
+    module = model() if kernel else model().cuda()
+    cache = None if kernel is None else CacheParams(load_factor=0.5)
+
+    def plan(hot_ids: list[int], kernel: str | None, cache: CacheParams | None) -> dict[str, ParameterSharding]:
+        own = HotRows(torch.tensor(hot_ids)) if hot else HotRows()
+        kinds = {"rows": ("row_wise", None), "columns": ("column_wise", [0, 1]), "copies": ("table_wise", [1])}
+        return {n: ParameterSharding(t, kernel, r, cache_params=cache, hot=own) for n, (t, r) in kinds.items()}
+
+    shard(module, plan=plan([0, 1, 5, 30], kernel, cache), device="cuda", exact=True)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            reshard(module, plan([1, 2, 39], None, None), progress=False)
+        module(batch(rank, step).to("cuda")).values().square().sum().backward()
+    for table in module._tables.values():
+        for rows in table.tile_rows:
+            assert rows.leaf.is_cuda == (kernel is None or rows.names is not None)
+    found = list(full_state_dict(module).values())
+    for state in module.fused_optimizer.full_state_dict()["state"].values():
+        found += list(state.values())
+    check_replicas(module)
+    return [value.cpu() for value in found]
+
+
+def test_hot_rows_on_a_gpu_train_as_rows_without_copies_behind_a_cache_too() -> None:
+    with Ranks(2, backend="gloo", timeout_s=size_of(60, 600)) as ranks:
+        want = ranks.run(train_hot_rows_on_the_gpu, False, None)
+        for kernel in (None, "fused_uvm_caching"):
+            for got, own in zip(ranks.run(train_hot_rows_on_the_gpu, True, kernel), want, strict=True):
+                for a, b in zip(got, own, strict=True):
+                    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------ sequences

@@ -15,7 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from tests.sharding.managed_models import build as managed_model
 from tilerec.checkpoint import CheckpointManager, load, save
 from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.contents import SavedContents
@@ -33,10 +32,9 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.shard import shard
-from tilerec.parallel.two_d.dmp_collection import DMPCollection
-from tilerec.planner.helpers import row_wise, table_wise
 from tilerec.sharding import tile_memory
 from tilerec.sharding.table import ShardedTable
+from tilerec.spec.cache import CacheParams
 from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
@@ -69,18 +67,21 @@ def unsharded(seed: int = 0) -> EmbeddingBagCollection:
     return model
 
 
-def plan(hot: bool, world: int = 2) -> dict[str, ParameterSharding]:
+def plan(hot: bool, world: int = 2, kernel: str | None = None) -> dict[str, ParameterSharding]:
     kinds: dict[str, Any] = {
         "rows": ("row_wise", None), "one": ("table_wise", [world - 1]), "columns": ("column_wise", [0, world - 1])
     }  # fmt: skip
+    cache = None if kernel is None else CacheParams(load_factor=0.3)
     return {
-        name: ParameterSharding(kind, ranks=ranks, hot=HotRows(np.array(HOT[name])) if hot else None)
+        name: ParameterSharding(
+            kind, kernel, ranks, cache_params=cache, hot=HotRows(np.array(HOT[name])) if hot else None
+        )
         for name, (kind, ranks) in kinds.items()
     }
 
 
-def sharded(group: Group, hot: bool, seed: int = 0) -> Any:
-    return shard(unsharded(seed), plan(hot, group.size), group, exact=True)
+def sharded(group: Group, hot: bool, seed: int = 0, kernel: str | None = None) -> Any:
+    return shard(unsharded(seed), plan(hot, group.size, kernel), group, exact=True)
 
 
 def train(model: Any, rank: int, step: int) -> Tensor:
@@ -118,9 +119,9 @@ def assert_alike(model: Any, want: Mapping[str, Tensor]) -> None:
                 assert torch.equal(value, whole[rows.names] if whole.dim() else whole), (name, slot)
 
 
-def pair(group: Group, seed: int = 0) -> tuple[Any, Any]:
+def pair(group: Group, kernel: str | None) -> tuple[Any, Any]:
     """A trained model with hot rows, and one without."""
-    models = sharded(group, True, seed), sharded(group, False, seed)
+    models = sharded(group, True, kernel=kernel), sharded(group, False, kernel=kernel)
     assert len(models[0].embedding_bags["rows"].tiles) == 2
     for step in range(2):
         out = [train(model, group.rank, step) for model in models]
@@ -131,9 +132,12 @@ def pair(group: Group, seed: int = 0) -> tuple[Any, Any]:
 # ------------------------------------------------------------------------------------------------------------- reads
 
 
-def read_everywhere(folder: str) -> None:
+KERNELS = [None, "fused_uvm_caching"]
+
+
+def read_everywhere(folder: str, kernel: str | None) -> None:
     group = ProcessGroupComms()
-    model, plain = pair(group)
+    model, plain = pair(group, kernel)
     assert_alike(model, state_of(plain))
     for name, value in plain.state_dict().items():
         own = model.state_dict()[name]
@@ -179,27 +183,31 @@ def listed(saved: SavedContents) -> dict[str, int]:
     return {name: -1 if own.is_whole else sum(rows.count for rows in own.rows) for name, own in tensors.items()}
 
 
-def test_every_way_to_read_a_model_gives_the_bits_of_one_without_hot_rows(pool: Pool, tmp_path: Path) -> None:
-    pool(2).run(read_everywhere, str(tmp_path))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_way_to_read_a_model_gives_the_bits_of_one_without_hot_rows(
+    kernel: str | None, pool: Pool, tmp_path: Path
+) -> None:
+    pool(2).run(read_everywhere, str(tmp_path), kernel)
 
 
 # ------------------------------------------------------------------------------------------------------------ writes
 
 
-def write_everywhere(folder: str) -> None:
+def write_everywhere(folder: str, kernel: str | None) -> None:
     group = ProcessGroupComms()
-    model, plain = pair(group)
+    model, plain = pair(group, kernel)
     want = state_of(plain)
     save(f"{folder}/own", parts(model))
     dcp.save(
         {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=f"{folder}/dcp"
     )
     weights, state = full_state_dict(plain), plain.fused_optimizer.full_state_dict()
-    memory = StepMemory(parts(model))
-    memory.keep(0, {})
-    train(model, group.rank, 7)
-    memory.write(Path(folder) / f"rank{group.rank}", {0: {}})
-    memory.close()
+    if kernel is None:
+        memory = StepMemory(parts(model))
+        memory.keep(0, {})
+        train(model, group.rank, 7)
+        memory.write(Path(folder) / f"rank{group.rank}", {0: {}})
+        memory.close()
 
     def from_whole(fresh: Any) -> None:
         fresh.load_state_dict(weights)
@@ -228,12 +236,15 @@ def write_everywhere(folder: str) -> None:
             value.copy_(weights[name])
         fresh.fused_optimizer.load_state_dict(state)
 
-    for way in (from_whole, from_tiles, from_checkpoint, from_torch, from_memory, by_copies):
-        fresh = sharded(group, True, seed=3)
+    ways = [from_whole, from_tiles, from_checkpoint, from_torch, from_memory, by_copies]
+    if kernel is not None:
+        ways.remove(from_memory)  # step memory refuses cached tables
+    for way in ways:
+        fresh = sharded(group, True, 3, kernel)
         train(fresh, group.rank, 5)
         way(fresh)
         assert_alike(fresh, want)
-    twin = sharded(group, False, seed=3)
+    twin = sharded(group, False, 3, kernel)
     from_whole(twin)
     for each in (fresh, twin):
         train(each, group.rank, 6)
@@ -248,20 +259,22 @@ def write_everywhere(folder: str) -> None:
         assert type(value).__name__ == "TiledTensor", name
 
 
-def test_every_way_to_write_a_model_fills_the_copies(pool: Pool, tmp_path: Path) -> None:
-    pool(2).run(write_everywhere, str(tmp_path))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_way_to_write_a_model_fills_the_copies(kernel: str | None, pool: Pool, tmp_path: Path) -> None:
+    pool(2).run(write_everywhere, str(tmp_path), kernel)
 
 
 def shard_from_meta() -> None:
     group = ProcessGroupComms()
     configs = [EmbeddingBagConfig(n, DIM, t, feature_names=[t]) for t, n in ROWS.items()]
     made = []
-    for device in ("meta", "cpu"):
+    for device, kernel in (("meta", None), ("meta", "fused_uvm_caching"), ("cpu", None)):
         torch.manual_seed(0)
         model = EmbeddingBagCollection(configs, device=torch.device(device))
         apply_optimizer_in_backward(Adam(lr=0.1), model.parameters())
-        made.append(shard(model, plan(True, group.size), group))
-    assert_alike(made[0], state_of(made[1]))
+        made.append(shard(model, plan(True, group.size, kernel), group))
+    for model in made[:2]:
+        assert_alike(model, state_of(made[2]))
 
 
 def test_tables_on_meta_get_the_values_and_copies_of_the_others(pool: Pool) -> None:
@@ -293,24 +306,6 @@ def test_other_hot_rows_on_another_rank_are_refused() -> None:
     refused(r"one.hot.* is 0 on rank 0 and 1 on rank 1", act)
 
 
-def test_hot_rows_behind_a_cache_are_refused() -> None:
-    own = {**plan(True)}
-    own["one"] = ParameterSharding("table_wise", "fused_uvm_caching", [0], hot=HotRows(np.array([1])))
-    refused("table 'one': got hot rows with the kernel", lambda group: shard(unsharded(), own, group))
-
-
-def test_hot_rows_of_managed_collision_are_refused() -> None:
-    def act(group: Group) -> None:
-        tables = {"user": row_wise(num_buckets=3), "item": table_wise(rank=1), "plain": table_wise(rank=0)}
-        model = managed_model("lru and lfu, shared rows")
-        configs = {c.name: (c.num_embeddings, c.embedding_dim) for c in model.embedding_module._configs}
-        hot = Tiling.of("item", *configs["item"], [(0, *[configs["item"][0]], 0, configs["item"][1], 1)])
-        own = {**tables, "item": ParameterSharding("explicit", tiling=hot, hot=HotRows(np.array([0])))}
-        shard(model, {"_embedding_module": own}, group)
-
-    refused("'item'.*got hot rows with managed collision", act)
-
-
 def test_hot_rows_beside_rows_on_every_rank_are_refused() -> None:
     tiling = Tiling.of("one", 20, DIM, [(0, 5, 0, DIM, (0, 1)), (5, 20, 0, DIM, 0)])
     own = {**plan(True), "one": ParameterSharding("explicit", tiling=tiling, hot=HotRows(np.array([7])))}
@@ -336,16 +331,6 @@ def test_a_head_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(tile_memory, "flat_memory", full)
     refused("no memory for .* copies of 4 hot rows", lambda group: shard(unsharded(), plan(True), group))
-
-
-def test_hot_rows_in_2d_parallelism_are_refused() -> None:
-    def act(group: Group) -> None:
-        for sync in ("exact", "average"):
-            model = unsharded()
-            with pytest.raises(ConfigError, match=r"'rows'.*got hot rows with 2D parallelism"):
-                DMPCollection(model, "cpu", {"": plan(True)}, 4, 2, group, sync=sync)
-
-    run_virtual_ranks(4, act)
 
 
 # ------------------------------------------------------------------------------------------------- ahead and compiled

@@ -150,6 +150,6 @@ def _add_table(table: Table, memo: dict[int, Any], weights: dict[int, nn.Paramet
 
 def _gathered(table: ShardedTable) -> Tensor | None:
     """Return all rows of a table on rank 0, in a file if they are in files. Collective."""
-    whole, cache = table.weight_of(), table.rows.cache
+    whole, cache = table.weight_of(), table.cache
     whole.group.begin("export")
     return all_rows_on_rank_0(whole, None if cache is None else cache.folder, table.config.name)

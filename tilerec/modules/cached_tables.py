@@ -70,14 +70,15 @@ def cache_tables(
 def uncache_tables(module: nn.Module) -> nn.Module:
     """Write all cached rows to their tables and remove the caches; tables are then read and updated directly."""
     for table, rows in iter_table_rows(module):
-        if rows.cache is not None:
-            device = rows.cache.device
+        cache = rows.cache or rows.cache_beside
+        if cache is not None:
             rows.settle()
-            in_files, rows.cache = rows.cache.folder is not None, None
+            in_files = rows.cache is not None and cache.folder is not None
+            rows.cache = rows.cache_beside = None
             if in_files:
                 _store(table, rows, Tensor.clone)
-            if device is not None and device != rows.leaf.device:
-                table.to(device)
+            if cache.device is not None:
+                table.to(cache.device)
     return module
 
 
@@ -118,6 +119,12 @@ def set_cache(
         device = leaf.device
     if device is not None and device.type == "cpu" and leaf.device.type == "cpu":
         device = None
+    if rows.names is not None:  # copies of hot rows are on the device
+        rows.cache_beside = RowCache(rows.name, params, device, folder)
+        if device is not None:
+            leaf.data = leaf.data.to(device)
+            table._bind()
+        return
     rows.cache = None
     if leaf.device.type not in ("cpu", "meta"):
         leaf.data = leaf.data.cpu()

@@ -106,8 +106,8 @@ class TableCollection(nn.Module):
         table = next(iter(self._tables.values()), None)
         if table is None:
             return torch.device("cpu")
-        rows = table.rows
-        return rows.leaf.device if rows.cache is None or rows.cache.device is None else rows.cache.device
+        cache = table.cache
+        return table.rows.leaf.device if cache is None or cache.device is None else cache.device
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -273,7 +273,7 @@ class TableCollection(nn.Module):
         return (0,) * len(self._reads)
 
     def _has_caches(self) -> bool:
-        return any(table.rows.cache is not None for table in self._tables.values())
+        return any(table.cache is not None for table in self._tables.values())
 
     def cache_stats(self, reset: bool = False) -> dict[str, CacheStats]:
         """Return hits, misses and traffic of each cached table on this rank, since it was cached or last reset."""

@@ -5,7 +5,7 @@ the same on every rank and under every tiling. An `init_fn` is called with the r
 by table and row.
 
 On a device the host does not wait to learn the row numbers (`ops/random`). Exceptions: an `init_fn`, which the host
-calls for each row, and tables behind a cache.
+calls for each row, tables behind a cache, and copies of hot rows (`spec/hot_rows.py`).
 
 Legend: N entries, of which -1 are no rows; M rows.
 """
@@ -39,37 +39,54 @@ def reset_rows(table: Table, rows_N: Tensor) -> None:
         # A rank without rows writes nothing, and must not mark its rows as written.
         if not own_N.numel() or not rows.leaf.shape[0]:
             continue
+        if rows.names is not None:
+            _reset_copies(table, rows, rows.names, own_N)
+            continue
         if rows.cache is None:
             rows.arrive()
             rows.about_to_write(_rows_in_tile(rows, own_N) - rows.place.row_offset if rows.observers else None)
         else:
             rows.leave(_rows_in_tile(rows, own_N) - rows.place.row_offset)
-        _reset_tile(table, rows, own_N)
+        _reset_tile(table, rows, own_N, slice(None), rows.place.row_offset)
         rows.wrote()
         if rows.spec is None and rows.leaf.requires_grad and not getattr(table, "_warned_of_eviction", False):
             _warn_later(table, rows, own_N)
 
 
-def _reset_tile(table: Table, rows: TableRows, own_N: Tensor) -> None:
-    config, place, leaf = table.config, rows.place, rows.leaf.detach()
+def _reset_copies(table: Table, rows: TableRows, names_H: Tensor, own_N: Tensor) -> None:
+    """Reset copies of hot rows, each as a tile of one row: an evicted row is seldom hot. names_H: of the copies."""
+    own = torch.isin(names_H, own_N).nonzero()[:, 0]
+    if not own.numel():
+        return
+    rows.arrive()
+    rows.about_to_write(own if rows.observers else None)
+    for k, row in zip(own.tolist(), names_H[own].tolist(), strict=True):
+        _reset_tile(table, rows, own_N, slice(k, k + 1), row)
+    rows.wrote()
+
+
+def _reset_tile(table: Table, rows: TableRows, own_N: Tensor, part: slice, first: int) -> None:
+    """Reset rows in a part of a leaf. first: the row of the table that the part begins with."""
+    config, place, leaf = table.config, rows.place, rows.leaf.detach()[part]
     beside = {} if rows.spec is None else {slot.name: slot.init for slot in rows.spec.slots}
-    tensors = [rows.state[name] for name in beside]
+    tensors = [rows.state[name][part] for name in beside]
     grad = rows.leaf.grad
     if rows.spec is None and grad is not None and grad.layout is torch.strided:
-        tensors, beside = [grad], {"grad": 0.0}  # drop the old id's gradient
+        tensors, beside = [grad[part]], {"grad": 0.0}  # drop the old id's gradient
     low, high, made = 0.0, 0.0, config.init_fn is None
     if made:
         low, high = config.get_weight_init_min(), config.get_weight_init_max()
     torch.ops.tilerec.renew_rows_(
-        own_N, leaf if made else None, tensors, place.row_offset, place.column_offset, place.key, low, high,
+        own_N, leaf if made else None, tensors, first, place.column_offset, place.key, low, high,
         [float(number) for number in beside.values()],
     )  # fmt: skip
     # The op writes outside of autograd. New version counters mark the tensors that a backward saved as stale.
     torch.autograd.graph.increment_version([leaf, *tensors])
     if not made:
         columns = slice(place.column_offset, place.column_offset + leaf.shape[1])
-        for row in _rows_in_tile(rows, own_N).tolist():
-            leaf[row - place.row_offset] = initial_row(config, place.key, row, leaf)[columns]
+        like = leaf if rows.cache_beside is None else leaf.cpu()  # drawn where the row itself is
+        for row in own_N[(own_N >= first) & (own_N < first + leaf.shape[0])].tolist():
+            leaf[row - first] = initial_row(config, place.key, row, like)[columns]
 
 
 def _rows_in_tile(rows: TableRows, own_N: Tensor) -> Tensor:

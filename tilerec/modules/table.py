@@ -14,6 +14,7 @@ from tilerec.ops.random.definition import table_key
 from tilerec.spec.table import AnyTableConfig
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.flat_storage import flat_memory, lay_flat
+from tilerec.storage.row_cache import RowCache
 from tilerec.storage.table_rows import TableRows, TilePosition, rows_of, stats_of
 from tilerec.torch_private import submodules
 
@@ -93,6 +94,11 @@ class Table(nn.Module):
         """Return the rows of every leaf."""
         return [self.rows]
 
+    @property
+    def cache(self) -> RowCache | None:
+        """The cache of the rows (of one leaf of them), or one like it if this rank holds copies of hot rows only."""
+        return self.rows.cache or self.rows.cache_beside
+
     def settle(self) -> None:
         """Write pending transfers and cached rows to the weight and its optimizer's state."""
         for rows in self._all_rows():
@@ -125,24 +131,26 @@ class Table(nn.Module):
 
     def _move_cache(self, fn: Any) -> bool:
         """Apply `.to(device)` to the caches; rows stay in host memory. Return False if `fn` is for the leaves."""
-        cached = [rows for rows in self._all_rows() if rows.cache is not None]
-        if not cached:
+        caches = [(rows, cache) for rows in self._all_rows() if (cache := rows.cache or rows.cache_beside) is not None]
+        if not caches:
             return False
-        for rows in cached:
-            cache, leaf = rows.cache, rows.leaf
-            assert cache is not None
+        for rows, _ in caches:
             rows.settle()
-            sample = fn(torch.empty(0, dtype=leaf.dtype, device=cache.device or leaf.device))
-            if sample.device.type in ("cpu", "meta"):
-                cache.device = None
-                return False
+        first, cache = caches[0]
+        sample = fn(torch.empty(0, dtype=first.leaf.dtype, device=cache.device or first.leaf.device))
+        on_host = sample.device.type in ("cpu", "meta")
+        for _, cache in caches:
             cache.drop()
-            cache.device = sample.device
-            if leaf.is_meta:
+            cache.device = None if on_host else sample.device
+        for rows, _ in () if on_host else caches:
+            leaf = rows.leaf
+            if rows.cache is None:  # copies of hot rows are on the device themselves
+                leaf.data = fn(leaf.data)
+            elif leaf.is_meta:
                 leaf.data = torch.empty(leaf.shape, dtype=sample.dtype, device="cpu")
             elif leaf.dtype != sample.dtype or leaf.device.type != "cpu":
                 leaf.data = leaf.data.to(device="cpu", dtype=sample.dtype)
-        return True
+        return not on_host
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.settle()

@@ -15,7 +15,6 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.initial_values import fill_initial
 from tilerec.modules.table import Table
-from tilerec.storage.table_rows import TableRows
 
 
 @torch.no_grad()
@@ -59,12 +58,12 @@ def resize_table(
     collection._lay_flat()
 
 
-def check_not_in_files(rows: TableRows) -> None:
+def check_not_in_files(table: Table) -> None:
     """Raise a `ConfigError` if a table is in files, whose rows a resize would hold in memory."""
-    if rows.cache is not None and rows.cache.folder is not None:
+    if table.cache is not None and table.cache.folder is not None:
         raise ConfigError(
-            f"Table '{rows.name}': its rows are in files of {rows.cache.folder}, where a table cannot be resized; "
-            "expected one in memory. Save the model, build it with the new size, and load."
+            f"Table '{table.config.name}': its rows are in files of {table.cache.folder}, where a table cannot be "
+            "resized; expected one in memory. Save the model, build it with the new size, and load."
         )
 
 
@@ -76,7 +75,7 @@ def check_resizable(table: Table) -> None:
             f"Table '{name}': got a sharded table; expected an unsharded one. Resize before sharding, or save the "
             "model, load it unsharded, resize, and shard again."
         )
-    check_not_in_files(table.rows)
+    check_not_in_files(table)
     if len(table.rows.holders) > 1:
         raise ConfigError(
             f"Table '{name}': it is tied to another collection's table, which would keep the old rows. Resize before "

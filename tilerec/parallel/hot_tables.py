@@ -2,52 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import nn
-
 from tilerec.errors import ConfigError
-from tilerec.modules.collection import TableCollection
 from tilerec.parallel.model_tables import table_word
-from tilerec.sharding.shard_ids import IdsBelow
-from tilerec.spec.plan import HOST_KERNELS, ShardingPlan
+from tilerec.spec.plan import ShardingPlan
 
 
-def check_hot_tables(
-    plan: ShardingPlan, collections: Mapping[str, TableCollection], ids: Mapping[str, IdsBelow]
-) -> None:
-    """Check that every table with hot rows in a complete plan can have them.
+def refuse_hot_tables(plan: ShardingPlan) -> None:
+    """Raise `ConfigError` if a table of a complete plan has hot rows, for replicas that are averaged.
 
-    Args:
-        ids: managed collision of the model.
-
-    Raises:
-        ConfigError: a table is behind a cache, or its ids are those of managed collision.
+    Each rank would average its copies with those of its replica group, and groups may add in another order: copies of a
+    row would not be equal any longer.
     """
-    managed: dict[int, set[str]] = {}
-    for own in ids.values():
-        if own.reader is not None:
-            reader: nn.Module = own.reader.embedding_module
-            managed.setdefault(id(reader), set()).update(own.collection.modules_by_table)
-    for path, name, sharding in plan.tables():
-        if sharding.tiling is None or sharding.tiling.head is None:
-            continue
-        if sharding.kernel in HOST_KERNELS:
-            raise refused(path, name, f"the kernel '{sharding.kernel.value}', which keeps rows in host memory")
-        if name in managed.get(id(collections[path]), ()):
-            raise refused(path, name, "managed collision, which gives rows to other ids")
-
-
-def refuse_hot_tables(plan: ShardingPlan, why: str) -> None:
-    """Raise `ConfigError` if a table of a complete plan has hot rows. why: what it cannot be together with."""
     for path, name, sharding in plan.tables():
         if sharding.tiling is not None and sharding.tiling.head is not None:
-            raise refused(path, name, why)
+            why = "replicas that are averaged (2D parallelism), where copies of a row would differ"
+            raise refused(path, name, why, ", or pass sync='exact'")
 
 
-def refused(path: str, name: str, why: str) -> ConfigError:
+def refused(path: str, name: str, why: str, instead: str = "") -> ConfigError:
     """Return the error for a table with hot rows. why: what it cannot be together with."""
     return ConfigError(
         f"table {table_word((path, name))}: got hot rows with {why}; expected one of the two. Leave hot= out of its "
-        "ParameterSharding."
+        f"ParameterSharding{instead}."
     )

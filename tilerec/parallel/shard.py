@@ -14,7 +14,6 @@ from tilerec.comms.group import Group
 from tilerec.optim.attach import restore_optimizers_on_error
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import Ranks, group_of_ranks
-from tilerec.parallel.hot_tables import check_hot_tables
 from tilerec.parallel.model_tables import collections_of
 from tilerec.parallel.plan_of import store_plan
 from tilerec.parallel.prepared_model import prepare_sharding
@@ -110,7 +109,6 @@ def shard_tables(
             device = None if device is None else device_of(device, who)
             ready = prepare_sharding(module, plan, group, topology, device, checked_sharders(sharders, who))
             check_ids(ready.ids, group.size)
-            check_hot_tables(ready.plan, ready.collections, ready.ids)
             found.update(exact=exact, **ready.described())
         if ready.collections or ready.ids:
             # Separate channels: other collectives of the model's ranks may run between those of the tables.

@@ -39,7 +39,6 @@ from tilerec.spec.plan import (
     Wire,
 )
 from tilerec.storage.row_cache import RowCache
-from tilerec.storage.table_rows import TableRows
 
 DENSE, FUSED = EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED
 UVM, CACHED = EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING
@@ -175,19 +174,19 @@ def with_kernels(
     """
     unattached: list[Name] = []
 
-    def cache_of(path: str, sharding: ParameterSharding, rows: TableRows) -> CacheParams:
+    def cache_of(path: str, sharding: ParameterSharding, present: RowCache | None) -> CacheParams:
         if sharding.cache is not None:
             return sharding.cache
-        if rows.cache is not None and rows.cache.params is not None:
-            return rows.cache.params
+        if present is not None and present.params is not None:
+            return present.params
         sharder = sharder_of(collections[path], sharders)
         return (None if sharder is None else sharder.cache) or CacheParams()
 
     def filled(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
         table = collections[path]._tables[name]
-        rows = table.rows
+        rows, cache = table.rows, table.cache
         if sharding.kernel is None:
-            present = _storage_of(rows)
+            present = _storage_of(cache)
             kernel = (DENSE if rows.spec is None else FUSED) if present is None else present[0]
             sharding = replace(sharding, compute_kernel=kernel)
         if sharding.kernel in HOST_KERNELS and rows.spec is None and rows.leaf.requires_grad:
@@ -198,8 +197,8 @@ def with_kernels(
             )
         if sharding.kernel is FILES:
             files = sharding.files
-            if files is None and rows.cache is not None and rows.cache.folder is not None:
-                files = KeyValueParams(rows.cache.folder)
+            if files is None and cache is not None and cache.folder is not None:
+                files = KeyValueParams(cache.folder)
             if files is None:
                 raise ConfigError(
                     f"shard: table {_listed([(path, name)])}: got compute_kernel 'key_value' without key_value_params; "
@@ -207,7 +206,7 @@ def with_kernels(
                 )
             sharding = replace(sharding, key_value_params=files)
         if sharding.kernel in CACHING_KERNELS:
-            return replace(sharding, cache_params=cache_of(path, sharding, rows))
+            return replace(sharding, cache_params=cache_of(path, sharding, cache))
         if sharding.kernel is not DENSE and table.rows.spec is None and table.weight.requires_grad:
             unattached.append((path, name))
         return sharding
@@ -230,7 +229,7 @@ def keep_cached_tables(plan: ShardingPlan, collections: Mapping[str, TableCollec
     """Return a planner's plan without kernels for tables that have a cache, so that they keep it."""
 
     def kept(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
-        cached = collections[path]._tables[name].rows.cache is not None
+        cached = collections[path]._tables[name].cache is not None
         return replace(sharding, compute_kernel=None, cache_params=None, key_value_params=None) if cached else sharding
 
     return _mapped(plan, kept)
@@ -240,12 +239,12 @@ def with_present_storage(plan: ShardingPlan, collections: Mapping[str, TableColl
     """Return the plan of sharded tables with their present caches, which may have changed since sharding."""
 
     def stored(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
-        rows = collections[path]._tables[name].rows
-        present = _storage_of(rows)
+        table = collections[path]._tables[name]
+        present = _storage_of(table.cache)
         if present is None:
             if sharding.kernel not in CACHING_KERNELS:
                 return sharding
-            present = (DENSE if rows.spec is None else FUSED, None, None)
+            present = (DENSE if table.rows.spec is None else FUSED, None, None)
         return sharding if present[0] is UVM else _stored_as(sharding, present)
 
     return _mapped(plan, stored)
@@ -271,10 +270,11 @@ def caches_of(
     """
     caches: dict[Name, RowCache] = {}
     for path, name, sharding in plan.tables():
-        rows = collections[path]._tables[name].rows
-        where = device if device is not None or rows.leaf.is_meta else rows.leaf.device
-        if where is None and rows.cache is not None:
-            where = rows.cache.device
+        table = collections[path]._tables[name]
+        leaf, present = table.rows.leaf, table.cache
+        where = device if device is not None or leaf.is_meta else leaf.device
+        if where is None and present is not None:
+            where = present.device
         where = None if where is None or where.type == "cpu" else where
         if sharding.kernel in CACHING_KERNELS:
             folder = None if sharding.files is None else sharding.files.ssd_storage_directory
@@ -291,14 +291,14 @@ def check_storage(plan: ShardingPlan, collections: Mapping[str, TableCollection]
         ConfigError: a table is cached in the model and not in the plan, or the reverse, or with another cache.
     """
     for path, name, sharding in plan.tables():
-        rows = collections[path]._tables[name].rows
-        present = _storage_of(rows)
+        cache = collections[path]._tables[name].cache
+        present = _storage_of(cache)
         if sharding.kernel is UVM or _storage_in(sharding) == present:
             continue
         if present is not None or sharding.kernel in CACHING_KERNELS:
             kernel = "" if sharding.kernel is None else sharding.kernel.value
             got, expected = (own or "no cache" for own in (sharding.cache, present and present[1]))
-            folder = "" if rows.cache is None or rows.cache.folder is None else f", files in {rows.cache.folder}"
+            folder = "" if cache is None or cache.folder is None else f", files in {cache.folder}"
             raise ConfigError(
                 f"reshard: table {_listed([(path, name)])}: got '{kernel}' ({got}); expected {expected}{folder}. Leave "
                 "compute_kernel and cache_params out of the plan."
@@ -308,9 +308,8 @@ def check_storage(plan: ShardingPlan, collections: Mapping[str, TableCollection]
 _Storage = tuple[EmbeddingComputeKernel | None, CacheParams | None, KeyValueParams | None]
 
 
-def _storage_of(rows: TableRows) -> _Storage | None:
-    """Return the kernel, cache and files of a table that has a cache, else None."""
-    cache = rows.cache
+def _storage_of(cache: RowCache | None) -> _Storage | None:
+    """Return the kernel, cache and files of a table with this cache, None without one."""
     if cache is None:
         return None
     if cache.folder is not None:

@@ -41,7 +41,7 @@ class PlannedTable:
         wire: wire formats from a sharder; None: fp32.
         cached: load factor of the table's cache, if its rows are already in host memory (0: no cache lines); else None.
         files: these rows are in files, not in host memory.
-        managed: its ids are those of managed collision, so no rows of it are hot.
+        managed: its ids are those of managed collision. Hot ones are known by their rows, in a running model only.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -121,8 +121,8 @@ def tables_of(module: nn.Module, sharders: Sequence[Sharder] = (), dense: Contai
                 isinstance(part, EmbeddingBagCollection),
                 isinstance(part, EmbeddingBagCollection) and part.is_weighted(),
                 wires.get(mark),
-                _load_factor(table.rows.cache),
-                table.rows.cache is not None and table.rows.cache.folder is not None,
+                _load_factor(table.cache),
+                table.cache is not None and table.cache.folder is not None,
                 "_managed_by" in vars(part),
             )
         )

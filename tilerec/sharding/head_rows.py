@@ -4,6 +4,9 @@ The rows of the table are the truth at any time between two backward passes. A p
 alike; then each rank that holds some of their rows writes these (`write_back`), without a message. So code that reads
 or saves rows need not know of the copies. Code that writes rows fills the copies anew (`LogicalTensor.load`).
 
+The tiles of a cached table are in host memory or in files, and its copies on the device. There, `TableRows.settle`
+writes them all (`write_all`), as it writes cache lines; a pass only announces the rows.
+
 Legend: H hot rows, U updated ones of them.
 """
 
@@ -19,6 +22,7 @@ from torch import Tensor
 from tilerec.ops.marks.definition import empty_marks, marked_rows
 from tilerec.ops.runtime.upload import upload
 from tilerec.spec.tile import Tile, Tiling
+from tilerec.storage.file_rows import home_rows
 from tilerec.storage.table_rows import TableRows
 
 
@@ -31,9 +35,14 @@ class HotCopies(NamedTuple):
 
 def names_of(tiling: Tiling, tile: Tile) -> Tensor | None:
     """Return the numbers in the table of the rows of a head, int64 [H]; None for other tiles."""
-    if tiling.head is None or tile.r0 != tiling.rows:
+    if tiling.head is None or not is_head(tiling, tile):
         return None
     return torch.from_numpy(tiling.head.hot.ids.copy())
+
+
+def is_head(tiling: Tiling, tile: Tile) -> bool:
+    """Return True if a tile is the head of a table."""
+    return tiling.head is not None and tile.r0 == tiling.rows
 
 
 class UpdatedHead(NamedTuple):
@@ -90,12 +99,30 @@ def _copy_rows(tile: TableRows, at_U: Tensor, head: TableRows, source_U: Tensor)
     """Copy some rows of a head, with their state, to rows of a tile."""
     first, width = tile.place.column_offset, tile.leaf.shape[1]
     tile.about_to_write(at_U)
+    if tile.cache is not None:  # `settle` writes
+        tile.wrote()
+        return
     targets = tile.host()
     for target, source in zip(targets, head.host(), strict=True):
         own = source if source.dim() == 1 else source[:, first : first + width]
         indexable(target).index_copy_(0, at_U, indexable(own).index_select(0, source_U))
     torch.autograd.graph.increment_version(targets)
     tile.wrote()
+
+
+@torch.no_grad()
+def write_all(head: TableRows, tile: TableRows) -> None:
+    """Copy all rows of a head that lie in a tile, with their state, to the tile in host memory or in files."""
+    first, width, r0 = tile.place.column_offset, tile.leaf.shape[1], tile.place.row_offset
+    assert head.names is not None
+    names_H = head.names.cpu()
+    begin, end = torch.searchsorted(names_H, torch.tensor([r0, r0 + tile.leaf.shape[0]])).tolist()
+    if begin == end:
+        return
+    rows, host = names_H[begin:end] - r0, torch.device("cpu")
+    for target, source in zip(tile.host(), head.host(), strict=True):
+        own = source[begin:end] if source.dim() == 1 else source[begin:end, first : first + width]
+        home_rows(target, host).write_from(own.to(host).contiguous(), torch.arange(end - begin), rows)
 
 
 def indexable(rows: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 Nouns
   owner    the rank of a bucket: rank r has buckets [c_r, c_r+1) of a table, contiguous and spread as evenly as possible
   home     the rank that a batch belongs to
-  holder   a rank whose tiles contain a row: it receives the row's number when the row loses its id
+  holder   a rank whose tiles contain a row, or any rank if the row is hot: it receives the row's number when the row
+           loses its id
 
     header   home -> owner    number of ids of each feature, the clock, and flags                (the host waits)
     ids      home -> owner    feature by feature, in the order of the batch
@@ -36,6 +37,7 @@ from tilerec.modules.table import Table
 from tilerec.ops.hash.definition import zch_buckets
 from tilerec.ops.runtime.upload import current_stream, upload
 from tilerec.sharding.header import FLAG_BITS, LookupFacts, header_sizes_of, raise_difference
+from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.tile import Rectangle, Tile, Tiling
 
 Ranges = tuple[tuple[int, int], ...]
@@ -90,6 +92,7 @@ class IdExchange:
         self._owned: dict[tuple[int, torch.device], tuple[tuple[int, ...], Tensor]] = {}
         self._tilings: list[Tiling | None] = []
         self._holders: list[list[Ranges]] = []
+        self._hot: dict[int, tuple[HotRows, Tensor]] = {}
 
     def holders(self) -> list[list[Ranges]]:
         """Return the row ranges that each rank holds of each table; all rows if the table has no tiling."""
@@ -234,7 +237,12 @@ class IdExchange:
         """Send rows to their homes, and rows that lost their id to their holders."""
         group, tables = self.group, len(self.modules)
         # Per holder and table, a mask of the rows that lost their id (-1: none). Their counts are on the device.
-        masks = [[_within(rows, ranges) for ranges, rows in zip(own, evicted, strict=True)] for own in self.holders()]
+        holders = self.holders()
+        hot = [self._is_hot(t, rows) for t, rows in enumerate(evicted)]
+        masks = [
+            [_within(rows, ranges) | hot_M for ranges, rows, hot_M in zip(own, evicted, hot, strict=True)]
+            for own in holders
+        ]
         counts_WT = torch.stack([torch.stack([here.sum() for here in own]) for own in masks])
         total = torch.stack([(rows >= 0).sum() for rows in evicted]).sum() - int(failure is not None)
         tails_WT1 = torch.cat([total.expand(group.size, 1), counts_WT], 1)
@@ -268,6 +276,17 @@ class IdExchange:
             for own, here, number in zip(evicted, own_masks, numbers, strict=True)
         ]
         return rows, self._exchange_evicted(torch.cat(lost), [sum(words[1:]) for words in own_tails], tails)
+
+    def _is_hot(self, t: int, rows_M: Tensor) -> Tensor:
+        """Return a bool mask `[M]`: True where every rank holds a copy of a row. The host does not wait."""
+        tiling = self._tilings[t]
+        if tiling is None or tiling.head is None:
+            return torch.zeros_like(rows_M, dtype=torch.bool)
+        hot, known = tiling.head.hot, self._hot.get(t)
+        if known is None or known[0] is not hot:
+            known = self._hot[t] = hot, torch.from_numpy(hot.ids.copy()).to(rows_M.device)
+        hot_H = known[1]
+        return hot_H[torch.searchsorted(hot_H, rows_M).clamp_max(len(hot_H) - 1)] == rows_M
 
     def _exchange_evicted(self, lost: Tensor, outs: list[int], tails: list[list[int]]) -> dict[str, Tensor]:
         """Exchange the rows that lost their id; return, by table, those held here."""

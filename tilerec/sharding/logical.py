@@ -26,6 +26,7 @@ from torch import Tensor
 from tilerec.comms.group import Group
 from tilerec.sharding.head_rows import HotCopies, indexable
 from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
+from tilerec.storage.file_rows import select_rows
 from tilerec.storage.row_file import copy_rows
 
 
@@ -225,7 +226,8 @@ class LogicalTensor:
             place = memory[slice(*edges)]  # the ids are ascending, so those of a tile are neighbours
             place = place[:, tile.c0 : tile.c1] if memory.dim() == 2 else place
             if t in own:
-                indexable(place).copy_(indexable(own[t])[rows_H[slice(*edges)] - tile.r0])
+                at_H = (rows_H[slice(*edges)] - tile.r0).to(own[t].device)  # rows in host memory, copies on a device
+                indexable(place).copy_(select_rows(indexable(own[t]), at_H))
                 if tile.owners[0] == me:
                     for rank in sorted({*range(self.group.size)} - {*tile.owners}):
                         sends.setdefault(rank, []).append(place.reshape(-1))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from tilerec.sharding.buckets_view import BucketsView
 from tilerec.sharding.id_exchange import Ranges
 from tilerec.sharding.layout import rectangles
 from tilerec.sharding.managed_collision import ShardedManagedCollisionCollection
+from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.tile import Tiling
 
 _Parts = Mapping[str, tuple[Tensor, int]]
@@ -135,7 +136,7 @@ def _spread(group: Group, parts: _Parts, own: Buckets, before: tuple[int, ...], 
 
 
 def scaled_tiling(table: str, tiling: Tiling, old: Buckets, new: Buckets) -> Tiling:
-    """Return the tiling whose tiles hold the same buckets at their new size.
+    """Return the tiling whose tiles hold the same buckets at their new size, without hot rows.
 
     Raises:
         ConfigError: rows are cut inside a bucket, or inside a run of buckets that merge.
@@ -151,8 +152,19 @@ def scaled_tiling(table: str, tiling: Tiling, old: Buckets, new: Buckets) -> Til
             )
         return row // unit * (new.size * max(1, new.count // old.count))
 
-    tiles = [(scaled(tile.r0), scaled(tile.r1), tile.c0, tile.c1, tile.owners) for tile in rectangles(tiling)]
+    tiles = [(scaled(tile.r0), scaled(tile.r1), tile.c0, tile.c1, tile.owners) for tile in rectangles(tiling.bare)]
     return Tiling.of(table, new.rows, tiling.dim, tiles)
+
+
+def moved_hot_rows(group: Group, hot: HotRows, moved: NewIds) -> tuple[Tensor, Tensor]:
+    """Return old and new numbers of the hot rows whose ids are kept, int64 `[M]`, by the new one. Collective."""
+    ids_H = torch.from_numpy(hot.ids.copy())
+    old_rows_M, new_rows_M = moved.old_rows_M.cpu(), moved.new_rows_M.cpu()
+    own = torch.isin(old_rows_M, ids_H)
+    pairs = list(zip(new_rows_M[own].tolist(), old_rows_M[own].tolist(), strict=True))
+    every = {pair for part in cast("list[list[tuple[int, int]]]", group.all_gather_object(pairs)) for pair in part}
+    new, old = torch.tensor(sorted(every), dtype=torch.int64).view(-1, 2).T.contiguous()
+    return old, new
 
 
 def _exchange_moves(group: Group, moved: Resized, ranges: list[Ranges]) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,10 @@ def shard_collection(
             shard_table(table, tilings[own], group, topology, places[own], exact, teams, written=written)
             if own in caches:
                 for rows in cast(ShardedTable, table).tile_rows:
-                    rows.cache = copy.copy(caches[own])
+                    if rows.names is None:
+                        rows.cache = copy.copy(caches[own])
+                    else:
+                        rows.cache_beside = copy.copy(caches[own])
         elif table.tiling != tilings[own]:
             raise ConfigError(
                 f"Table '{own}' is sharded already, with another collection that it is tied to, and with another "

@@ -53,6 +53,12 @@ class ShardedTable(Table, TiledTable):
         held: list[nn.Parameter] = list(map(self._parameters.__getitem__, self.leaf_names))  # type: ignore[arg-type]
         return held
 
+    @property
+    def home(self) -> torch.device:
+        """Device of the tiles, on every rank alike: copies of hot rows of a cached table may be on another one."""
+        device = self.rows.leaf.device
+        return device if self.cache is None or device.type == "meta" else torch.device("cpu")
+
     def training_changed(self) -> None:
         """Have compiled programs of the collections of this table be compiled again."""
         for collection in COLLECTIONS_OF.get(self, ()):

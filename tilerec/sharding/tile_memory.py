@@ -12,9 +12,9 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.initial_values import fill_initial
 from tilerec.modules.table import Table
-from tilerec.sharding.head_rows import names_of
-from tilerec.sharding.table import ShardedTable
-from tilerec.spec.tile import Tiling, rectangles
+from tilerec.sharding.head_rows import is_head
+from tilerec.sharding.table import ShardedTable, tiles_or_empty
+from tilerec.spec.tile import Tile, Tiling, rectangles
 from tilerec.storage.flat_storage import flat_memory
 from tilerec.storage.row_cache import RowCache
 from tilerec.storage.row_file import tensor_in_file
@@ -49,7 +49,7 @@ def initialized_memory(
         if has_pending_init(table) and name in memory:
             held = [tile for tile in rectangles(tilings[name]) if rank in tile.owners]
             for tile, own in zip(held, memory[name], strict=False):
-                if own.numel() and names_of(tilings[name], tile) is None:  # the caller fills copies
+                if own.numel() and not is_head(tilings[name], tile):  # the caller fills copies
                     fill_initial(own, table.config, table.rows.place.key, tile.r0, tile.c0)
     return memory
 
@@ -61,39 +61,41 @@ def tile_memory(
     """Return the memory of this rank's tiles, side by side in storages of one dtype and device.
 
     A large table has its own storage, so its memory is freed when it moves. Small tables share storages of a few MiB,
-    each of which is freed when all its tables have moved. Each tile of a table in files has a file.
+    each of which is freed when all its tables have moved. Each tile of a table in files has a file. Copies of hot rows
+    of a table behind a cache are on the cache's device.
     """
-    places: dict[str, list[Tensor]] = {}
-    shapes: dict[tuple[torch.dtype, torch.device, str], list[tuple[str, tuple[int, int]]]] = {}
+    places: dict[str, dict[int, Tensor]] = {}
+    shapes: dict[tuple[torch.dtype, torch.device, str], list[tuple[str, int, Tile]]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for name, table in module._tables.items():
         if (
             isinstance(table, ShardedTable) or id(table.rows) in seen
         ):  # another collection that shares the table provides the memory
             continue
-        weight, tiling = table.weight, tilings[name]
-        where = weight.device if not weight.is_meta else torch.device(device or "cpu")
-        if name in caches:
-            where = torch.device("cpu")
-        held = [(t.r1 - t.r0, t.c1 - t.c0) for t in rectangles(tiling) if rank in t.owners]
-        own = held or [(0, tiling.dim)]
-        folder = caches[name].folder if name in caches else None
-        if folder is not None:
-            places[name] = [tensor_in_file(folder, shape, weight.dtype, name) for shape in own]
-            continue
-        size = sum(rows * width for rows, width in own) * weight.element_size()
-        apart = size >= OWN_STORAGE_FROM_BYTES
-        filled[weight.dtype, where] = filled.get((weight.dtype, where), 0) + size * (not apart)
-        shared = f"\0{filled[weight.dtype, where] // SHARED_STORAGE_BYTES}"  # a name that no table has
-        key = (weight.dtype, where, name if apart else shared)
-        shapes.setdefault(key, []).extend((name, shape) for shape in own)
+        weight, tiling, cache = table.weight, tilings[name], caches.get(name)
+        places[name] = {}
+        by_device: dict[torch.device, list[tuple[str, int, Tile]]] = {}
+        for k, tile in enumerate(tiles_or_empty(tiling, rank)):
+            where = weight.device if not weight.is_meta else torch.device(device or "cpu")
+            if cache is not None:
+                where = torch.device("cpu") if cache.device is None or not is_head(tiling, tile) else cache.device
+            if cache is not None and cache.folder is not None and not is_head(tiling, tile):
+                places[name][k] = tensor_in_file(cache.folder, _shape(tile), weight.dtype, name)
+            else:
+                by_device.setdefault(where, []).append((name, k, tile))
+        for where, own in by_device.items():
+            size = sum(tile.rectangle.cells for _, _, tile in own) * weight.element_size()
+            apart = size >= OWN_STORAGE_FROM_BYTES
+            filled[weight.dtype, where] = filled.get((weight.dtype, where), 0) + size * (not apart)
+            shared = f"\0{filled[weight.dtype, where] // SHARED_STORAGE_BYTES}"  # a name that no table has
+            shapes.setdefault((weight.dtype, where, name if apart else shared), []).extend(own)
     for (dtype, where, _), group in shapes.items():
         try:
-            memory = flat_memory([shape for _, shape in group], dtype, where)
+            memory = flat_memory([_shape(tile) for _, _, tile in group], dtype, where)
         except RuntimeError as error:
-            here = sorted({name for name, _ in group} & set(caches))
-            size = sum(rows * width for _, (rows, width) in group) * dtype.itemsize
-            heads = {name: head for name, _ in group if (head := tilings[name].head) is not None}
+            heads = {name: head for name, _, _ in group if (head := tilings[name].head) is not None}
+            here = sorted({name for name, _, tile in group if name in caches and not is_head(tilings[name], tile)})
+            size = sum(tile.rectangle.cells for _, _, tile in group) * dtype.itemsize
             if heads and not here:
                 most = max(heads, key=lambda name: len(heads[name].hot) * tilings[name].dim)
                 raise ConfigError(
@@ -107,6 +109,10 @@ def tile_memory(
                 "the plan places there behind caches; place them on more hosts, on fewer ranks of each, or in files "
                 "(compute_kernel 'key_value')."
             ) from error
-        for (name, _), own_memory in zip(group, memory, strict=True):
-            places.setdefault(name, []).append(own_memory)
-    return places
+        for (name, k, _), own_memory in zip(group, memory, strict=True):
+            places[name][k] = own_memory
+    return {name: [own[k] for k in sorted(own)] for name, own in places.items()}
+
+
+def _shape(tile: Tile) -> tuple[int, int]:
+    return tile.rectangle.rows, tile.rectangle.width

@@ -31,7 +31,7 @@ from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.update.calls import ApplyCall, PartialsCall, PartRows, RuleTables
 from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.changed_rows import ChangedRows
-from tilerec.sharding.head_rows import UpdatedHead, write_back
+from tilerec.sharding.head_rows import UpdatedHead, write_all, write_back
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group
 from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients, id_bounds
 from tilerec.spec.optimizer import OptimizerSpec, RowWiseAdagrad
@@ -90,6 +90,7 @@ class TileRows(TableRows):
         self.origin = 0  # creation order of the table; distinguishes tables with equal keys
         self.touched: ChangedRows | None = None  # rows changed since the last sync, if replicas sync periodically
         self._scaled: tuple[OptimizerSpec, OptimizerSpec] | None = None
+        self.newer: TableRows | None = None  # copies of hot rows that `settle` writes to these rows; of cached tiles
 
     @property
     def divisor(self) -> float:
@@ -111,6 +112,12 @@ class TileRows(TableRows):
         if teams is None or teams.moment_scale == 1.0 or not isinstance(super().rule(), RowWiseAdagrad):
             return rate
         return rate.double() / math.sqrt(teams.moment_scale)  # as `with_moment_scale` does
+
+    def settle(self) -> None:
+        super().settle()
+        if self.newer is not None:
+            write_all(self.newer, self)
+            self.newer = None
 
     def arrive(self) -> None:
         if self.touched is not None:
@@ -230,6 +237,10 @@ class TileRows(TableRows):
         """Return this head with its rows that a record has gradients of; bounds: each feature's range of ids."""
         holder: Any = next(iter(self.holders))
         tiles = [rows for rows in cast("list[TileRows]", holder.tile_rows) if rows.names is None]
+        for tile in tiles:
+            if tile.cache is not None:
+                tile.newer = self
+        tiles = [tile for tile in tiles if tile.cache is None or tile.observers]
         parts = [record.ids[slice(*bounds[f])] for f, sink in enumerate(record.sinks) if sink == self.handle]
         return UpdatedHead(self, tiles, parts)
 

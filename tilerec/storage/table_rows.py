@@ -85,6 +85,7 @@ class TableRows(GradientSink):
         self.named_idle = False  # a warning has named an optimizer whose steps do not change these rows
         self.names: Tensor | None = None  # int64, numbers of the rows in the table; None: consecutive, from `place`
         self.cache: RowCache | None = None  # None: rows are read and updated in the leaf
+        self.cache_beside: RowCache | None = None  # of copies of hot rows: one like those of their table's tiles
         self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
         self.orders = PrefetchedOrders()  # row orders of later batches, for the group whose first table this is
         self.observers: list[RowObserver] = []  # called for each write of rows and slots
@@ -340,6 +341,8 @@ class TableRows(GradientSink):
         self.observers = []
         if self.cache is not None:  # two copies may be made from one state
             self.cache = copy.copy(self.cache)
+        if self.cache_beside is not None:
+            self.cache_beside = copy.copy(self.cache_beside)
 
 
 @dataclass(frozen=True)

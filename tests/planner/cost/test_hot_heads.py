@@ -13,7 +13,7 @@ from tests.planner.cost.test_price import MANY, check
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.head_bytes import bytes_saved, head_bytes, read_curve
 from tilerec.planner.cost.hot_reads import HotReads
-from tilerec.planner.cost.model import HOT_PIECE, Model
+from tilerec.planner.cost.model import HOST, HOT_PIECE, Model
 from tilerec.planner.cost.options import Problem, build
 from tilerec.planner.cost.price import price
 from tilerec.planner.cost.ways import HEADS, Limits, Option, Way
@@ -54,6 +54,19 @@ def hot(tiling: Tiling, ids: Any, world: int) -> Tiling:
 
 
 # -------------------------------------------------------------------------------------------------------------- price
+
+
+def test_copies_of_a_table_behind_a_cache_are_in_device_memory_and_no_step_writes_them_to_the_host() -> None:
+    world, ids = Topology(4, "cuda", hbm_cap=1 << 40, ddr_cap=1 << 40), order(ROWS)[:200]
+    model = Model(Workload([table(cached=True, load_factor=0.1)]), world)
+    bare = row_wise("t", ROWS, 64, None, world)
+    without, beside = price([bare], model), price([hot(bare, ids, 4)], model)
+    assert np.array_equal(beside.memory[:, HOST], without.memory[:, HOST])  # host memory has each row once
+    assert (beside.memory[:, model.tier] >= without.memory[:, model.tier] + 200 * 64 * 4).all()
+    direct = Model(Workload([table()]), world)
+    written = price([hot(bare, ids, 4)], direct).parts["update"] - price([bare], direct).parts["update"]
+    saved = beside.parts["update"] - without.parts["update"]
+    assert (saved + HOT_PIECE <= written + 1e-12).all()
 
 
 @pytest.mark.parametrize("distinct", [None, True, False], ids=["counted", "once", "each"])

@@ -52,7 +52,7 @@ def measured_request(
     """Return the planner's request with its own constraints and the measured load.
 
     Args:
-        heads: False: no table gets hot rows.
+        heads: False: no table gets other hot rows.
     """
     request = planner.request(tables)
     samples = max(f.bags for own in load.features.values() for f in own)
@@ -77,7 +77,7 @@ def _with_hot(table: PlannedTable, known: Skew | None, load: Load, heads: bool) 
     """Return the skew by the measured hot ids of a table, if there are any, in place of the known one."""
     if known is not None and known.ordered:
         return known
-    if not heads or table.managed:
+    if not heads:
         return known and replace(known, hot=())
     measured = of_names([load.hot.get(name) for name in table.names])
     return known if measured is None else measured.skew(table.rows)

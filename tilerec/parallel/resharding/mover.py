@@ -119,7 +119,7 @@ class Mover:
 
     def _by_device(self, batches: Sequence[Sequence[int]]) -> list[list[int]]:
         """Split batches by device type: the messages of a batch are in the memory of one device."""
-        kinds = [move.table.weight.device.type for move in self.moves]
+        kinds = [move.table.home.type for move in self.moves]
         split: list[list[int]] = []
         for batch in batches:
             for kind in sorted({kinds[t] for t in batch}):
@@ -155,7 +155,7 @@ class Mover:
                 for move in own:
                     move.allocate()
                 if own:
-                    transit = ChunkedTransfer(self._group, loads, self._most, own[0].table.weight.device)
+                    transit = ChunkedTransfer(self._group, loads, self._most, own[0].table.home)
                 out, into, _ = sent_by_rank(loads, self._group.size)
                 size, begun = out[self._group.rank] + into[self._group.rank], self._done_bytes
             except BaseException as error:

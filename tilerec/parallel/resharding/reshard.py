@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from tilerec.comms.agreement import agreeing
 from tilerec.errors import ConfigError
-from tilerec.parallel.hot_tables import check_hot_tables
 from tilerec.parallel.managed_collision_paths import with_table_paths
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.resharding.interrupts import Interrupts
@@ -32,7 +31,6 @@ from tilerec.parallel.resharding.reshard_checks import (
 from tilerec.parallel.resharding.running_plan import complete_plan, present_plan, sharded_collections
 from tilerec.parallel.two_d.running_groups import unwrapped
 from tilerec.sharding.managed_collision import settle_ids
-from tilerec.sharding.shard_ids import ids_below
 
 
 def reshard(
@@ -94,7 +92,6 @@ def reshard(
             check_options(options)
             present = present_plan(model, collections, "reshard")
             whole, topology = complete_plan(present, collections, with_table_paths(plan, model), now)
-            check_hot_tables(whole, collections, ids_below(model))
             ready = prepare_move(collections, present, whole, topology, optimizers)
             found.update(move_description(ready, budget_bytes))
             mover = Mover(model, collections, group, group, ready, options)

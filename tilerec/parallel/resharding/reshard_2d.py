@@ -57,7 +57,8 @@ def reshard_2d(model: nn.Module, two_d: TwoD, plan: AnyPlan, options: MoveOption
             own = {path: collections[path] for path in part.paths}
             part_plan = plan_without(plan, collections.keys() - own)
             wanted.append(complete_plan(part.plan.group_plan, own, part_plan, group_topology(part))[0])
-            refuse_hot_tables(wanted[-1], "2D parallelism")
+            if not exact:
+                refuse_hot_tables(wanted[-1])
         for turn in turns:
             own = {path: collections[path] for k in turn for path in two_d.parts[k].paths}
             if not own:

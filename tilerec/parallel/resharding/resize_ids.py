@@ -29,8 +29,10 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionCollection,
     ShardedManagedCollisionEmbeddings,
 )
-from tilerec.sharding.resize_ids import build_ids, replace_ids, scaled_tiling
+from tilerec.sharding.resize_ids import build_ids, moved_hot_rows, replace_ids, scaled_tiling
 from tilerec.sharding.table import ShardedTable
+from tilerec.spec.hot_rows import HotRows
+from tilerec.spec.tile import Tiling
 
 
 def resize_ids(
@@ -78,14 +80,18 @@ def resize_ids(
         tiling, plan = scaled_tiling(table, held.tiling, old, new), plan_of(plan_holder)
         steppers = ExternalOptimizers({table: held} if held.rows.spec is None else {}, optimizers)
         found["optimizers"] = steppers.described()
-    plan = plan.replaced(path, table, replace(plan.plan[path][table], tiling=tiling))
     embeddings.settle()
     exchange = collection.exchange
     ranges = [row_ranges(held.tiling.tiles_of(exchange.member_of(rank))) for rank in range(group.size)]
     ids = build_ids(collection, table, new, ranges)
-    tables = cast(ShardedCollection, embeddings.embedding_module)
+    tables, hot_moves = cast(ShardedCollection, embeddings.embedding_module), None
+    if held.tiling.head is not None:
+        hot_moves = moved_hot_rows(group, held.tiling.head.hot, ids)
+        tiling = tiling.with_hot(table, HotRows(hot_moves[1]), len(held.tiling.head.owners))
+    hot = None if tiling.head is None else tiling.head.hot
+    plan = plan.replaced(path, table, replace(plan.plan[path][table], tiling=tiling, hot=hot))
     with on_all_ranks(group, f"table '{table}'", "building its new tiles"):
-        tiles = ResizedTable(tables, held, tiling, ids.old_rows_M, ids.new_rows_M, steppers, table)
+        tiles = ResizedTable(tables, held, tiling, ids.old_rows_M, ids.new_rows_M, steppers, table, hot_moves)
     moved_of_all = cast(
         "list[tuple[int, list[int]]]",
         group.all_gather_object((ids.moved.kept, ids.moved.dropped_ids.tolist())),
@@ -95,7 +101,13 @@ def resize_ids(
     tiles.switch()
     store_plan(plan_holder, plan)
     if two_d is not None:
-        two_d.retile(path, table, lambda tiling: scaled_tiling(table, tiling, old, new))
+
+        def scaled(own: Tiling) -> Tiling:
+            return scaled_tiling(table, own, old, new).with_hot(
+                table, hot, 0 if own.head is None else len(own.head.owners)
+            )
+
+        two_d.retile(path, table, scaled)
     return ids.moved._replace(kept=sum(kept for kept, _ in moved_of_all), dropped_ids=dropped)
 
 
@@ -126,7 +138,7 @@ def _new_buckets(
     Raises:
         ConfigError: the sizes do not fit, the table is tied, or ranks would share a bucket.
     """
-    check_not_in_files(held.rows)
+    check_not_in_files(held)
     if len(held.rows.holders) > 1:
         raise ConfigError(
             f"Table '{table}' is tied to a table of another collection, which would keep the old rows. Resize before "

@@ -244,12 +244,13 @@ class TableMove:
                 if name == ("grad",):
                     part.before = self._sources[name]
         places = tiles_or_empty(self.new.bare, self._group.rank)
-        device, cache = self.table.weight.device, self.table.rows.cache
+        device, cache = self.table.home, self.table.cache
         folder = None if cache is None else cache.folder
+        head_device = device if cache is None or cache.device is None else cache.device
         for name, kind in self._ready.kinds.items():
             if self.new.head is not None and name[0] in ("weight", "slot"):
                 shape = (len(self.new.head.hot), *((self.new.dim,) if kind.cells else kind.trailing))
-                self._heads[name] = torch.empty(shape, dtype=kind.dtype, device=device)
+                self._heads[name] = torch.empty(shape, dtype=kind.dtype, device=head_device)
             if self._stays and moving:
                 self._memory[name] = list(self._sources[name])
                 continue
@@ -367,7 +368,7 @@ class TableMove:
         assert self._ready is not None
         numbers = self._ready.numbers
         if marks is None:
-            marks = torch.zeros(rows, dtype=torch.uint8, device=ChangedRows(0, self.table.weight.device).marks.device)
+            marks = torch.zeros(rows, dtype=torch.uint8, device=ChangedRows(0, self.table.home).marks.device)
         return ChangedRows.of(marks, numbers[("updates",)], numbers[("state updates",)])
 
     def switch(self) -> Exception | None:

@@ -61,8 +61,9 @@ def group_job(
         first: whether this part includes the managed-collision ids that no collection reads.
     """
     plan, topology, grid = part.plan, part.plan.topology, part.plan.grid
-    refuse_hot_tables(plan.group_plan, "2D parallelism")
     exact = settings.sync == "exact"
+    if not exact:
+        refuse_hot_tables(plan.group_plan)
     team, member = grid.team_of(world.rank), grid.member_of(world.rank)
     if exact:
         group, whole, hosts = world, plan.world_plan(), topology

@@ -85,6 +85,8 @@ class RankGrid:
     def over_replicas(self, name: str, tiling: Tiling) -> Tiling:
         """Return a sharding group's tiling as a tiling of the world: every tile has an owner in each group.
 
+        Hot rows are on every rank of the world.
+
         W = 4, G = 2, adjacent: rows [0, 5) on rank 0 and [5, 9) on rank 1 are rows [0, 5) on ranks 0, 1 and [5, 9) on
         ranks 2, 3.
         """
@@ -93,7 +95,8 @@ class RankGrid:
             Tile(*tile.rectangle, tuple(sorted(rank for member in tile.owners for rank in groups[member])))
             for tile in tiling.tiles()
         ]
-        return Tiling.of(name, tiling.rows, tiling.dim, tiles)
+        hot = None if tiling.head is None else tiling.head.hot
+        return Tiling.of(name, tiling.rows, tiling.dim, tiles).with_hot(name, hot, self.world_size)
 
     def hosts_of(self, team: int, topology: Topology) -> tuple[tuple[int, ...], ...]:
         """Return the members of a sharding group, one tuple per host."""

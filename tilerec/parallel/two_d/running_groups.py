@@ -119,8 +119,9 @@ class TwoD:
         for part in self.parts:
             if path in part.paths:
                 plan, sharding = part.plan.group_plan, part.plan.group_plan.plan[path][table]
-                changed = replace(sharding, tiling=change(part.plan.tiling(path, table)))
-                plan = plan.replaced(path, table, changed)
+                tiling = change(part.plan.tiling(path, table))
+                hot = None if tiling.head is None else tiling.head.hot
+                plan = plan.replaced(path, table, replace(sharding, tiling=tiling, hot=hot))
                 part = replace(part, plan=replace(part.plan, group_plan=plan))
             parts.append(part)
         self.parts = tuple(parts)

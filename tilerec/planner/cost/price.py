@@ -196,7 +196,7 @@ class _Pricing:
         row = width * element / 4.0
         dearer = np.maximum(rates.at("lookup_far", row) - rates.at("lookup_near", row), 0.0)
         np.add.at(self.parts["lookup"], owner, model.lookup_far(table, read) * dearer)
-        cached = work.cached[table]
+        cached = work.cached[table] & (r0 < work.rows[table])  # copies of hot rows are on the device
         if cached.any():
             moved = np.where(cached, model.fetched(table, model.missed_in(table, r0, r1), width), 0.0)
             np.add.at(self.parts["lookup"], owner, moved)
@@ -210,7 +210,8 @@ class _Pricing:
         dense = np.where(work.attached[table], 0.0, rates.copied(3.0 * rows * width * element))
         np.add.at(self.parts["update"], owner, np.where(copies > 1, 0.0, update) + dense)
         if work.hot is not None:
-            self._write_back(table, owner, np.where(r0 < work.rows[table], share * (width / work.dim[table]), 0.0))
+            there = (r0 < work.rows[table]) & ~cached  # a step writes no hot row to host memory
+            self._write_back(table, owner, np.where(there, share * (width / work.dim[table]), 0.0))
         weights = model.weights(table, rows, width)
         np.add.at(self.in_host, owner, np.where(cached, model.in_host(table, weights), 0.0))
         np.add.at(self.memory, owner, np.where(cached, model.lines(table, rows, width, distinct), weights))
