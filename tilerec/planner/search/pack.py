@@ -32,7 +32,7 @@ from tilerec.planner.search.slopes import LAYERS_FROM_BINS, Slopes, split_for_la
 from tilerec.planner.search.work import CALLS, Work
 
 LARGEST_WEIGHT = (1 << 16) - 1  # weights of slopes are whole numbers up to it
-LARGE_PIECE_PART = 2  # a piece is large if it takes more than 1 / LARGE_PIECE_PART of the roomiest rank's memory
+LARGE_PIECE_QUARTERS = 3  # a piece is large if it takes more than so many quarters of the roomiest rank's memory
 DIVISIBLE_PART = 4  # a table counts as divisible if less than 1 / DIVISIBLE_PART of its cost stays on each rank
 
 
@@ -90,7 +90,7 @@ def pack(
     last = on_host & _mostly_divisible(instance, cost) if divisible_last else on_host & False
     filling = _Filling(instance, cost, memory, pieces, order, work)
     places = filling.places
-    large = single & (memory * LARGE_PIECE_PART > (instance.cap - bytes_now).max(0)).any(1)
+    large = single & (memory * 4 > (instance.cap - bytes_now).max(0) * LARGE_PIECE_QUARTERS).any(1)
     for some in (large, on_host & ~last, single & ~large, last):
         for n in np.unique(width[some]).tolist():
             tables = np.flatnonzero(some & (width == n))

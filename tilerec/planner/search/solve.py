@@ -169,7 +169,8 @@ class _Search:
             return _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
         if self.any:
             return self.best
-        best = self.best = flow(self.instance, self.best, FLOW_STEPS_OF_BEST, self.work.part(self.whole // 8))
+        steps = FLOW_STEPS_PER_PACKING if self.large else FLOW_STEPS_OF_BEST
+        best = self.best = flow(self.instance, self.best, steps, self.work.part(self.whole // 8))
         if complete:
             self.bound = best.cost
         elif self.prove and best.cost > self.bound + self.bound // NEAR_PART:
