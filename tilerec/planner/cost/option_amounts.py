@@ -56,8 +56,8 @@ class OptionAmounts:
             self.twins = {name: len(self.stages) + i for i, name in enumerate(("rows", "gradients"))}
             self.stages += tuple(f"{name} at home" for name in self.twins)
         shape = (len(work.names), len(self.options), len(self.stages))
-        self.cost, self.home, self.fixed = (np.zeros(shape, np.int64) for _ in range(3))
-        self.memory, self.home_memory, self.least_memory = (np.zeros((*shape[:2], 2), np.int64) for _ in range(3))
+        self.cost, self.home, self.fixed = (_by_option(shape) for _ in range(3))
+        self.memory, self.home_memory, self.least_memory = (_by_option((*shape[:2], 2)) for _ in range(3))
         self.uses = np.zeros((*shape[:2], len(CHARGES)), np.bool_)
         self.divisible = np.zeros(shape[:2], np.bool_)
         # Of whole tables, [T]: present bags, ids and lengths of one home; features; ids with weights.
@@ -144,7 +144,7 @@ class OptionAmounts:
         """
         if self.hosts == 1 and stage in NETWORK_STAGES:
             return 0
-        whole = np.floor(np.clip(seconds, 0.0, LARGEST_PS / PICO) * PICO).astype(np.int64)
+        whole = (np.minimum(np.maximum(seconds, 0.0), LARGEST_PS / PICO) * PICO).astype(np.int64)
         to[t, o, self.stage(stage)] += whole
         if at_home and stage in self.twins and to is not self.fixed:
             to[t, o, self.twins[stage]] += np.where(self.unknown[t], 0, whole)
@@ -183,3 +183,9 @@ class OptionAmounts:
         if self.options[o].width == 1:
             self.host_factors.links[kind][self.stage(stage)] += put
         return stage
+
+
+def _by_option(shape: tuple[int, int, int]) -> Ints:
+    """Return zeros [T, O, n] in which the tables of one option and one number are adjacent, as they are filled in."""
+    tables, options, numbers = shape
+    return np.zeros((options, numbers, tables), np.int64).transpose(2, 0, 1)
