@@ -29,15 +29,15 @@ MANY_RANGES = 8
 ROW_CHANGE = 1.0 / 64  # relative change of a range of rows, to measure how its present bags depend on its rows
 
 
-def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
-    """Add the amounts of option o, which splits tables t or places them whole."""
+def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> PieceAmounts:
+    """Add the amounts of option o, which splits tables t or places them whole; return the counts they follow from."""
     pieces = PieceAmounts(amounts, o, option, t)
     pieces.add_exchanges()
     pieces.add_lookup()
     pieces.add_sums_inside_hosts()
     pieces.add_home()
     pieces.add_update()
-    pieces.add_memory()
+    pieces.add_memory(amounts)
     if option.head:
         add_head(amounts, pieces.model, o, t, pieces.head)
     amounts.use("exchange", o, t, amounts.ranks > 1)
@@ -45,6 +45,7 @@ def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
     # Rows of repeated ids are written to all bags at once.
     added = amounts.work.per_table(np.where(pieces.once, 0.0, 1.0))[t] > 0.0
     amounts.use("partly filled", o, t, (pieces.rows > 1) & added | amounts.part_filled[t])
+    return pieces
 
 
 class Ranges(NamedTuple):
@@ -378,9 +379,9 @@ class PieceAmounts:
         amounts.put(amounts.cost, o, t, NETWORK_STAGES[3], np.where(talks, crossing, 0.0))
         amounts.use("row sums", o, t, talks)
 
-    def add_memory(self) -> None:
-        """Add weights, optimizer state and buffers of one piece, and the buffers of every home."""
-        amounts, o, t, ranks, width = self.amounts, self.o, self.t, self.ranks, self.width
+    def add_memory(self, amounts: OptionAmounts) -> None:
+        """Add weights, optimizer state and buffers of one piece, and the buffers of every home, to these amounts."""
+        o, t, ranks, width = self.o, self.t, self.ranks, self.width
         model, work, cached = amounts.model, amounts.work, self.option.cached
         copies = 1 + model.depth  # of ids: the present batch, and those that are routed ahead
         # The first range is the longest one, the last the shortest.
