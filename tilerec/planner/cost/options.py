@@ -169,8 +169,13 @@ def _add(amounts: OptionAmounts, o: int, option: Option) -> PieceAmounts | None:
 def _instance(amounts: OptionAmounts, paid: Price | None, reserved: Ints | None) -> tuple[Instance, tuple[str, ...]]:
     """Return the instance of filled in amounts, and the names of its charges."""
     there, topology = amounts.there, amounts.topology
-    width = np.where(there, [option.width for option in amounts.options], 0)
-    pieces = np.where(there, [option.pieces for option in amounts.options], 1)
+    width, pieces = (
+        np.where(there, np.array(each, np.int64), absent)
+        for each, absent in (
+            ([option.width for option in amounts.options], 0),
+            ([option.pieces for option in amounts.options], 1),
+        )
+    )
     single = [o for o, option in enumerate(amounts.options) if option.width == 1]
     base_cost, base_memory = _base(amounts, paid, reserved)
     charge, certain = _charges(amounts, frozenset() if paid is None else _charges_paid_by(paid))
