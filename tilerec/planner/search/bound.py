@@ -55,7 +55,7 @@ def kinds_of(relaxed: Relaxed) -> list[Kinds]:
     marks = instance.uses @ (1 << np.arange(len(instance.charge)))
     seen = np.unique(marks[relaxed.usable])
     sets = _unions(seen.tolist())
-    if not instance.charge.any() or len(sets) > MOST_SETS:
+    if not instance.charge.any() or not 0 < len(sets) <= MOST_SETS:
         return [Kinds(relaxed.usable, 0, everything)]
     priced = with_prices(relaxed.totals, relaxed.memory, everything.prices)
     priced = np.where(relaxed.usable, priced, NEVER)

@@ -7,8 +7,9 @@
     Cost     B x S operations per piece; for 1,024 or more bins, most pieces go in layers (slopes.py)
 
 Pieces on every rank come first, since they have no choice. Single pieces that take most of a rank's memory come next,
-as they fit nowhere once each rank holds something. Pieces that occupy whole hosts follow, other single pieces are last. A piece goes where its own stages meet the least slope (slopes.py). With `divisible_last`, tables whose rows can
-move between the ranks of their host come after all others, and fill the gaps.
+as they fit nowhere once each rank holds something. Pieces that occupy whole hosts follow; other single pieces are last.
+A piece goes where its own stages meet the least slope (slopes.py). With `divisible_last`, tables whose rows can move
+between the ranks of their host come after all others, and fill the gaps.
 
 Nouns
   packing  the places of all pieces
