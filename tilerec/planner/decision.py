@@ -69,6 +69,11 @@ class Decision:
     def found(self) -> bool:
         return self.solution.status is Status.FOUND
 
+    def price(self, solution: Solution) -> PlanPrice:
+        """Return the price of the plan of a solution."""
+        known = None if self.pins else self.problem.model
+        return price_of(self.request, replace(self, solution=solution).shardings(), known)
+
     def option(self, table: int) -> int:
         """Return the chosen option of a table of the problem."""
         return int(self.solution.option[self.row[table]])
@@ -254,7 +259,7 @@ def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Deci
 
 def _priced(decision: Decision) -> tuple[Decision, PlanPrice]:
     """Return the decision with the price of its plan, and that price."""
-    priced = price_of(decision.request, decision.shardings())
+    priced = decision.price(decision.solution)
     return replace(decision, priced=priced), priced
 
 
@@ -307,14 +312,11 @@ def _of_lowest_price(decision: Decision) -> Decision:
 def _walked(decision: Decision) -> Decision:
     """Return the decision at the end of a walk by price, if the price is above the cost that the search estimated."""
 
-    def price(solution: Solution) -> PlanPrice:
-        return price_of(decision.request, replace(decision, solution=solution).shardings())
-
     solution, priced = decision.solution, decision.priced
     assert priced is not None
     if priced.cost_ps <= solution.cost + solution.cost // NEAR:
         return decision
-    solution, priced = walk_downhill(decision.instance, solution, priced, price)
+    solution, priced = walk_downhill(decision.instance, solution, priced, decision.price)
     return replace(decision, solution=solution, priced=priced)
 
 

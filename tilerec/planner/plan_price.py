@@ -163,15 +163,22 @@ def _with_tiling(request: PlanRequest, key: str, sharding: ParameterSharding) ->
     return sharding
 
 
-def priced(request: PlanRequest, shardings: Mapping[str, ParameterSharding]) -> PlanPrice:
-    """Return the price of the given shardings, by `PlannedTable.key`. Each must have a tiling."""
+def priced(
+    request: PlanRequest, shardings: Mapping[str, ParameterSharding], known: Model | None = None
+) -> PlanPrice:  # fmt: skip
+    """Return the price of the given shardings, by `PlannedTable.key`. Each must have a tiling.
+
+    Args:
+        known: a model of all tables of the request, whose counts of rows are used again.
+    """
     works, tilings = list[TableWork](), list[Tiling]()
     for work in request.works():
         sharding = shardings[work.name]
         assert sharding.tiling is not None
         works.append(work_with_sharding(work, sharding))
         tilings.append(sharding.tiling)
-    found = price(tilings, Model(Workload(works), request.topology))
+    model = Model(Workload(works), request.topology) if known is None else known.with_tables(works)
+    found = price(tilings, model)
     reserved = np.zeros((request.topology.world_size, 2), np.int64)
     reserved[:, found.tier] = request.reserved_bytes()
     return PlanPrice(found, reserved, np.array(request.topology.caps, np.int64), shardings)

@@ -52,28 +52,37 @@ class Levels(NamedTuple):
 class RangesByFrequency:
     """Ranges of rows of all tables in frequency order, each with an equal number of the ids that travel.
 
-    tables: [n] these tables.
+    tables: [n] these tables, ascending.
     """
 
     def __init__(self, model: Model, tables: Ints) -> None:
         self.model, self.tables = model, tables
-        self._levels: dict[tuple[float, bytes], Levels] = {}
+        self._levels: dict[tuple[float, bytes, bytes], Levels] = {}
 
-    def levels(self, pieces: int, head: float) -> Levels:
-        """Return the levels for so many pieces behind a head; numbers with the same repeated ids have the same."""
-        model = self.model
+    def levels(self, tables: Ints, pieces: int, head: float) -> Levels:
+        """Return the levels of some of the tables for so many pieces behind a head.
+
+        Numbers of pieces with the same repeated ids have the same levels. Only large tables have heads.
+        """
+        model, every = self.model, tables if head else self.tables
         once = model.sent_once(np.arange(len(model.workload.bags)), (1.0 - head) * (1.0 - 1.0 / pieces))
-        key = head, once.tobytes()
+        key = head, once.tobytes(), every.tobytes()
         if key not in self._levels:
-            self._levels[key] = _levels(model, self.tables, once, head)
-        return self._levels[key]
+            self._levels[key] = _levels(model, every, once, head)
+        found = self._levels[key]
+        if len(every) == len(tables):
+            return found
+        return Levels(*(part[np.searchsorted(every, tables)] for part in found))
 
-    def cuts(self, pieces: int, head: float, which: Ints) -> Ints:
+    def cuts(self, tables: Ints, pieces: int, head: float, which: Ints) -> Ints:
         """Return [n, m] the first rows of the pieces `which` [m], up to `pieces` for the end of the last one.
 
         Pieces need a row each. So the cuts at the most frequent rows move up, and then others may.
+
+        Args:
+            tables: [n] some of these tables, ascending.
         """
-        first, ends, knots, density, level = self.levels(pieces, head)
+        first, ends, knots, density, level = self.levels(tables, pieces, head)
         wanted = which / pieces
         at = np.stack([(level[:, 1:-1] < each).sum(1) for each in wanted.tolist()], axis=1)
         line = np.arange(len(knots))[:, None]
@@ -98,7 +107,7 @@ def row_cuts(model: Model, tables: Ints, pieces: int, head: float = 0.0) -> Ints
     in shares of the table is the most that a piece gets, in means. For tables whose ids are numbered by frequency.
     """
     nth = np.arange(pieces + 1)
-    cuts = RangesByFrequency(model, tables).cuts(pieces, head, nth)
+    cuts = RangesByFrequency(model, tables).cuts(tables, pieces, head, nth)
     # Measured frequencies may rise a little from one row to the next; cuts never come back.
     inner = np.maximum.accumulate(cuts[:, :-1] - nth[:-1], axis=1) + nth[:-1]
     return np.concatenate([np.minimum(inner, cuts[:, -1:]), cuts[:, -1:]], axis=1)

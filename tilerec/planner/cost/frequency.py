@@ -156,7 +156,11 @@ class Seen:
             self._ordered = np.zeros(0, np.int64)
             return
         own = laws.position[table[lawful]]
-        counts, each = laws.counts[:, own], 1.0 - missed(laws.weights[:, own], draws[lawful])
+        # Bucket by bucket, as arrays of that size stay in the processor's cache.
+        counts, drawn = laws.counts[:, own], draws[lawful]
+        each = np.empty_like(counts)
+        for bucket, weights in zip(each, laws.weights, strict=True):
+            bucket[:] = 1.0 - missed(weights[own], drawn)
         found: Floats = sum(counts * each)
         self.whole[lawful] = np.minimum(found, draws[lawful])
         if hot is not None:

@@ -24,7 +24,7 @@ from tilerec.planner.cost.frequency import Seen
 from tilerec.planner.cost.hot_reads import HotReads
 from tilerec.planner.cost.portable import Floats, missed
 from tilerec.planner.cost.rates import Rates
-from tilerec.planner.cost.workload import Bools, Ints, Workload
+from tilerec.planner.cost.workload import Bools, Ints, TableWork, Workload
 from tilerec.sharding.distinct_ids import largest_percent
 from tilerec.sharding.replicas import MOST_COPIES
 from tilerec.spec.tile import Tiling
@@ -98,6 +98,15 @@ class Model:
         found = copy(self)
         found.workload, found._seen = self.workload.with_hot(hot), {}
         vars(found).pop("seen_by_feature", None)
+        return found
+
+    def with_tables(self, tables: Sequence[TableWork]) -> Model:
+        """Return this model for the same tables and reads under other shardings, which change no count of rows."""
+        found = copy(self)
+        found.workload = Workload(tables)
+        found.workload.laws = self.workload.laws
+        for derived in ("longest_range", "may_send_once", "missed"):
+            vars(found).pop(derived, None)
         return found
 
     def of_tilings(self, tilings: Sequence[Tiling]) -> Model:

@@ -39,11 +39,14 @@ class OptionAmounts:
 
     Args:
         allowed: options, and the tables that may use them.
+        ranges: of the tables with ordered ids, shared by estimates and bounds; None: new ones.
         lower: amounts that depend on places are lower bounds; else they are estimates.
         pinned: other tables have given tilings.
     """
 
-    def __init__(self, model: Model, allowed: Allowed, *, lower: bool, pinned: bool) -> None:
+    def __init__(
+        self, model: Model, allowed: Allowed, ranges: RangesByFrequency | None = None, *, lower: bool, pinned: bool
+    ) -> None:  # fmt: skip
         self.model, self.work, self.topology, self.lower = model, model.workload, model.topology, lower
         self.ranks, self.hosts = model.ranks, self.topology.host_count
         self.allowed, self.options, self.there = allowed, allowed.options, allowed.there
@@ -56,8 +59,8 @@ class OptionAmounts:
             self.twins = {name: len(self.stages) + i for i, name in enumerate(("rows", "gradients"))}
             self.stages += tuple(f"{name} at home" for name in self.twins)
         shape = (len(work.names), len(self.options), len(self.stages))
-        self.cost, self.home, self.fixed = (np.zeros(shape, np.int64) for _ in range(3))
-        self.memory, self.home_memory, self.least_memory = (np.zeros((*shape[:2], 2), np.int64) for _ in range(3))
+        self.cost, self.home, self.fixed = (_by_option(shape) for _ in range(3))
+        self.memory, self.home_memory, self.least_memory = (_by_option((*shape[:2], 2)) for _ in range(3))
         self.uses = np.zeros((*shape[:2], len(CHARGES)), np.bool_)
         self.divisible = np.zeros(shape[:2], np.bool_)
         # Of whole tables, [T]: present bags, ids and lengths of one home; features; ids with weights.
@@ -73,7 +76,7 @@ class OptionAmounts:
         self.part_filled[work.table[work.ids_per_bag < 1.0]] = True
         # If a second instance serves as the bound, memory is that of the longest range of rows.
         self.rounded_up = not self.exact and not lower
-        self.ranges = RangesByFrequency(model, np.flatnonzero(work.ordered))
+        self.ranges = RangesByFrequency(model, np.flatnonzero(work.ordered)) if ranges is None else ranges
         # Tables whose traffic is spread over pieces in a way that a bound does not know.
         self.unknown = work.ordered & lower
 
@@ -96,6 +99,27 @@ class OptionAmounts:
             if not self.host_factors.alike or summed or not self.model.speeds.duplex:
                 return False
         return not self.there[self.work.ordered][:, rows].any() and not self._homes_differ().any()
+
+    @property
+    def as_in_bound(self) -> bool:
+        """True if a bound has the same times, but those of column blocks with `sums_apart`: places tell no more."""
+        duplex, once = self.model.speeds.duplex, self.model.may_send_once.any()
+        return self.host_factors.alike and duplex and not once and not self.work.ordered.any()
+
+    @property
+    def sums_apart(self) -> bool:
+        """True if the column blocks of some table exchange row sums, and may be on several hosts."""
+        return self.hosts > 1 and bool(self.work.talks.any())
+
+    def take(self, other: OptionAmounts, o: int) -> None:
+        """Take the times and charges of option o from other amounts."""
+        for name in ("cost", "home", "fixed", "uses", "divisible"):
+            getattr(self, name)[:, o] = getattr(other, name)[:, o]
+
+    def take_memory(self, other: OptionAmounts, o: int) -> None:
+        """Take the bytes of option o from other amounts."""
+        for name in ("memory", "home_memory", "least_memory"):
+            getattr(self, name)[:, o] = getattr(other, name)[:, o]
 
     def _homes_differ(self) -> Bools:
         """Return [O] options of which some homes send repeated ids once, and others do not, owners aside."""
@@ -144,7 +168,7 @@ class OptionAmounts:
         """
         if self.hosts == 1 and stage in NETWORK_STAGES:
             return 0
-        whole = np.floor(np.clip(seconds, 0.0, LARGEST_PS / PICO) * PICO).astype(np.int64)
+        whole = (np.minimum(np.maximum(seconds, 0.0), LARGEST_PS / PICO) * PICO).astype(np.int64)
         to[t, o, self.stage(stage)] += whole
         if at_home and stage in self.twins and to is not self.fixed:
             to[t, o, self.twins[stage]] += np.where(self.unknown[t], 0, whole)
@@ -183,3 +207,9 @@ class OptionAmounts:
         if self.options[o].width == 1:
             self.host_factors.links[kind][self.stage(stage)] += put
         return stage
+
+
+def _by_option(shape: tuple[int, int, int]) -> Ints:
+    """Return zeros [T, O, n] in which the tables of one option and one number are adjacent, as they are filled in."""
+    tables, options, numbers = shape
+    return np.zeros((options, numbers, tables), np.int64).transpose(2, 0, 1)

@@ -18,10 +18,11 @@ import numpy as np
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.allowed import Allowed
 from tilerec.planner.cost.copies_amounts import add_copies
+from tilerec.planner.cost.cuts import RangesByFrequency
 from tilerec.planner.cost.head_bytes import HeadBytes, head_bytes, read_curve
 from tilerec.planner.cost.model import NETWORK_STAGES, Model
 from tilerec.planner.cost.option_amounts import CHARGES, OptionAmounts
-from tilerec.planner.cost.piece_amounts import add_pieces
+from tilerec.planner.cost.piece_amounts import PieceAmounts, add_pieces
 from tilerec.planner.cost.price import Price, price
 from tilerec.planner.cost.realise import sharding_of
 from tilerec.planner.cost.ways import MIN_PARTITION, Limits, Option, Way
@@ -109,9 +110,11 @@ def build(
     if fixed:
         paid = price([pinned[t.name] for t in fixed], Model(rest, topology, pipeline_depth, beside=work))
 
+    ranges = RangesByFrequency(model, np.flatnonzero(work.ordered))
+
     def amounts(lower: bool) -> OptionAmounts:
         allowed = Allowed(model, limits, min_partition, lower=lower, together=together)
-        return OptionAmounts(model, allowed, lower=lower, pinned=bool(fixed))
+        return OptionAmounts(model, allowed, ranges, lower=lower, pinned=bool(fixed))
 
     estimate = amounts(False)
     return problem_of(estimate, None if estimate.exact else amounts(True), paid, reserved)
@@ -129,25 +132,50 @@ def problem_of(
         reserved: [R, 2] bytes.
     """
     model, tables = estimate.model, estimate.work.tables
+    _fill(estimate, bound)
     instance, charges = _instance(estimate, paid, reserved)
     lower = instance if bound is None else _instance(bound, paid, reserved)[0]
     return Problem(model, tables, estimate.options, instance, lower, model.stages, charges)
 
 
-def _instance(amounts: OptionAmounts, paid: Price | None, reserved: Ints | None) -> tuple[Instance, tuple[str, ...]]:
-    """Fill in the amounts of all options; return the instance, and the names of its charges."""
-    there, topology = amounts.there, amounts.topology
-    width, pieces = np.zeros(there.shape, np.int64), np.ones(there.shape, np.int64)
-    for o, option in enumerate(amounts.options):
-        tables = np.flatnonzero(there[:, o])
-        if not len(tables):
+def _fill(estimate: OptionAmounts, bound: OptionAmounts | None) -> None:
+    """Fill in the amounts of all options; those of a bound that equal the estimates are copied."""
+    alike = bound is not None and estimate.as_in_bound and np.array_equal(estimate.there, bound.there)
+    for o, option in enumerate(estimate.options):
+        pieces = _add(estimate, o, option)
+        if bound is None:
             continue
-        width[tables, o] = option.width
-        pieces[tables, o] = option.pieces
-        if option.way is Way.COPIES:
-            add_copies(amounts, o, tables)
+        if alike and not option.head and not (option.way is Way.COLUMNS and estimate.sums_apart):
+            bound.take(estimate, o)
+            if pieces is None:
+                bound.take_memory(estimate, o)
+            else:
+                pieces.add_memory(bound)
         else:
-            add_pieces(amounts, o, option, tables)
+            _add(bound, o, option)
+
+
+def _add(amounts: OptionAmounts, o: int, option: Option) -> PieceAmounts | None:
+    """Add the amounts of an option; return those of its pieces, if any."""
+    tables = np.flatnonzero(amounts.there[:, o])
+    if not len(tables):
+        return None
+    if option.way is not Way.COPIES:
+        return add_pieces(amounts, o, option, tables)
+    add_copies(amounts, o, tables)
+    return None
+
+
+def _instance(amounts: OptionAmounts, paid: Price | None, reserved: Ints | None) -> tuple[Instance, tuple[str, ...]]:
+    """Return the instance of filled in amounts, and the names of its charges."""
+    there, topology = amounts.there, amounts.topology
+    width, pieces = (
+        np.where(there, np.array(each, np.int64), absent)
+        for each, absent in (
+            ([option.width for option in amounts.options], 0),
+            ([option.pieces for option in amounts.options], 1),
+        )
+    )
     single = [o for o, option in enumerate(amounts.options) if option.width == 1]
     base_cost, base_memory = _base(amounts, paid, reserved)
     charge, certain = _charges(amounts, frozenset() if paid is None else _charges_paid_by(paid))

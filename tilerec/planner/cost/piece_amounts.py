@@ -29,15 +29,15 @@ MANY_RANGES = 8
 ROW_CHANGE = 1.0 / 64  # relative change of a range of rows, to measure how its present bags depend on its rows
 
 
-def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
-    """Add the amounts of option o, which splits tables t or places them whole."""
+def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> PieceAmounts:
+    """Add the amounts of option o, which splits tables t or places them whole; return the counts they follow from."""
     pieces = PieceAmounts(amounts, o, option, t)
     pieces.add_exchanges()
     pieces.add_lookup()
     pieces.add_sums_inside_hosts()
     pieces.add_home()
     pieces.add_update()
-    pieces.add_memory()
+    pieces.add_memory(amounts)
     if option.head:
         add_head(amounts, pieces.model, o, t, pieces.head)
     amounts.use("exchange", o, t, amounts.ranks > 1)
@@ -45,6 +45,7 @@ def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
     # Rows of repeated ids are written to all bags at once.
     added = amounts.work.per_table(np.where(pieces.once, 0.0, 1.0))[t] > 0.0
     amounts.use("partly filled", o, t, (pieces.rows > 1) & added | amounts.part_filled[t])
+    return pieces
 
 
 class Ranges(NamedTuple):
@@ -67,7 +68,7 @@ class PieceAmounts:
 
     columns, rows: column blocks, and ranges of rows in each of them. parts: messages of a home. on: ranks of a piece.
     once: [F] features whose ids homes send once each. ranges: shares [T] of a table in one range of rows, the range
-    that costs most (in a bound: the mean). share: [n] of its rows. uneven: some tables have uneven ranges.
+    that costs most (in a bound: the mean). share: [n] of its rows. uneven: some tables have uneven ranges. cut: those.
     P, N: present bags and ids of a range, for each home.
     home_P, home_N: the same for a home's sum over ranges; home_items: bags, or ids of a sequence, to write there.
     whole_P, whole_N, whole_payload: of the whole table. more_P, more_N, more_payload: repetitions in the batch of the
@@ -94,6 +95,7 @@ class PieceAmounts:
         self.head = head = self._head(distinct)
         self.even = even = (1.0 - head.reads) / rows
         self.even_once = even_once = (1.0 - head.once) / rows
+        self.cut = np.intersect1d(amounts.ranges.tables, t, assume_unique=True)
         self.uneven = rows > 1 and len(amounts.ranges.tables) > 0
         self.ranges = ranges = self._ranges()
         self.share = ranges.rows[t]
@@ -183,14 +185,15 @@ class PieceAmounts:
         before = np.where(work.ordered, head.rows, 0) / work.rows  # rows of a head that no range has
         rows, distinct = (1.0 - before) / self.rows, (1.0 - head.distinct) / self.rows
         means = Ranges(even, rows, distinct, self.even_once, model.missed * even if self.option.cached else even)
-        cut = amounts.ranges.tables
+        cut = self.cut
         if not self.uneven or (amounts.lower and not self.option.cached):
             return means
         found = Ranges(*(x.copy() for x in means))
         # Ranges get longer, and less is read of them. A few of many tell the most; a bound needs all.
         few = self.rows > MANY_RANGES and not amounts.lower
         which = np.unique(np.arange(MANY_RANGES + 1) * (self.rows - 1) // MANY_RANGES) if few else np.arange(self.rows)
-        table, low, high = cut[:, None], self._cuts(which), self._cuts(which + 1)
+        table, ends = cut[:, None], self._cuts(np.concatenate([which, which + 1]))
+        low, high = ends[:, : len(which)], ends[:, len(which) :]
         if self.option.cached:
             moved = model.missed_in(np.repeat(cut, len(which)), low.reshape(-1), high.reshape(-1)).reshape(low.shape)
             found.missed[cut] = np.min(moved, axis=1) if amounts.lower else np.max(moved, axis=1)
@@ -201,7 +204,7 @@ class PieceAmounts:
         found.rows[cut] = np.max((high - low) / work.rows[table], axis=1)
         found.distinct[cut] = np.max(model.seen(amounts.ranks).between(table, low, high) / every, axis=1)
         if self.once.any():
-            below = distinct_below(model, cut, np.concatenate([low, high], axis=1), self.once)
+            below = distinct_below(model, cut, ends, self.once)
             found.once[cut] = np.max(below[:, len(which) :] - below[:, : len(which)], axis=1)
         return found
 
@@ -209,9 +212,9 @@ class PieceAmounts:
         """Return [n, m] the first rows of ranges `which` [m] of tables with ordered ids."""
         ranges = self.amounts.ranges
         if self.option.way is Way.GRID:  # grids have even rows
-            rows = ranges.model.workload.rows[ranges.tables][:, None]
+            rows = ranges.model.workload.rows[self.cut][:, None]
             return np.minimum(-(-rows // self.rows) * which, rows)
-        return ranges.cuts(self.rows, self.option.head, which)
+        return ranges.cuts(self.cut, self.rows, self.option.head, which)
 
     def _in_a_range(self, distinct: Floats) -> tuple[Floats, Floats, Floats]:
         """Return [n] present bags and ids of a range for each home, and the lengths that it receives."""
@@ -230,7 +233,7 @@ class PieceAmounts:
         Present bags are a concave function of the reads: at half of the reads there are at least half as many. So the
         mean is least if groups have the most reads that one can have, or none.
         """
-        found, cut, work = self.even * float(members), self.amounts.ranges.tables, self.amounts.work
+        found, cut, work = self.even * float(members), self.cut, self.amounts.work
         ends = self._cuts(np.array([0, members]))
         # The first ranges are read most. Cuts are between whole rows, so others have a row more at most at each end.
         low, high = ends[:, :1], np.concatenate([ends[:, 1:], ends[:, :1] + 1], axis=1)
@@ -378,9 +381,9 @@ class PieceAmounts:
         amounts.put(amounts.cost, o, t, NETWORK_STAGES[3], np.where(talks, crossing, 0.0))
         amounts.use("row sums", o, t, talks)
 
-    def add_memory(self) -> None:
-        """Add weights, optimizer state and buffers of one piece, and the buffers of every home."""
-        amounts, o, t, ranks, width = self.amounts, self.o, self.t, self.ranks, self.width
+    def add_memory(self, amounts: OptionAmounts) -> None:
+        """Add weights, optimizer state and buffers of one piece, and the buffers of every home, to these amounts."""
+        o, t, ranks, width = self.o, self.t, self.ranks, self.width
         model, work, cached = amounts.model, amounts.work, self.option.cached
         copies = 1 + model.depth  # of ids: the present batch, and those that are routed ahead
         # The first range is the longest one, the last the shortest.

@@ -33,7 +33,9 @@ class Rates:
         widths, (rates, slopes) = self.widths, self._curves[name]
         width = np.asarray(width, np.float64)
         last = len(widths) - 1
-        at = np.minimum(np.maximum(widths.searchsorted(width) - 1, 0), last)
+        at = np.zeros(width.shape, np.int64)  # the widths below; faster than a binary search among so few
+        for edge in widths[1:].tolist():
+            at += width > edge
         inside = rates[at] + (width - widths[at]) * slopes[at]
         above = np.where(width > widths[last], rates[last] / widths[last] * width, inside)
         found: Floats = np.where(width <= widths[0], rates[0], above)

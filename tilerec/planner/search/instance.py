@@ -377,12 +377,12 @@ def work_of(
     work += instance.cost[uniform, option[uniform]].sum(0)
     memory += instance.memory[uniform, option[uniform]].sum(0)
     single = np.flatnonzero((width == 1) & ~uneven)
-    tables, ranks = _flat(single, places)
+    tables, ranks = flat_places(single, places)
     np.add.at(work, ranks, instance.cost[tables, option[tables]])
     np.add.at(memory, ranks, instance.memory[tables, option[tables]])
     on_hosts = np.flatnonzero((width > 1) & ~instance.everywhere(width) & ~uneven)
     if len(on_hosts):
-        tables, hosts = _flat(on_hosts, places)
+        tables, hosts = flat_places(on_hosts, places)
         host_work = np.zeros((instance.hosts, instance.stages), np.int64)
         host_memory = np.zeros((instance.hosts, instance.tiers), np.int64)
         np.add.at(host_work, hosts, instance.cost[tables, option[tables]])
@@ -447,7 +447,7 @@ def portion(whole: Ints, shares: Ints) -> Ints:
     return shares[:, None] * high + -(-shares[:, None] * low >> SHARE_BITS)
 
 
-def _flat(tables: Ints, places: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+def flat_places(tables: Ints, places: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     """Return a table and a place for each piece of these tables."""
     some = [places[t] for t in tables.tolist()]
     counts = np.fromiter(map(len, some), np.int64, len(some))

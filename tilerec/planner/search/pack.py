@@ -6,9 +6,10 @@
     Stops    when all pieces are placed, or when one piece fits nowhere
     Cost     B x S operations per piece; for 1,024 or more bins, most pieces go in layers (slopes.py)
 
-Pieces on every rank come first, since they have no choice. Pieces that occupy whole hosts come next, single pieces
-last. A piece goes where its own stages meet the least slope (slopes.py). With `divisible_last`, tables whose rows can
-move between the ranks of their host come after all others, and fill the gaps.
+Pieces on every rank come first, since they have no choice. Single pieces that take most of a rank's memory come next,
+as they fit nowhere once each rank holds something. Pieces that occupy whole hosts follow; other single pieces are last.
+A piece goes where its own stages meet the least slope (slopes.py). With `divisible_last`, tables whose rows can move
+between the ranks of their host come after all others, and fill the gaps.
 
 Nouns
   packing  the places of all pieces
@@ -26,12 +27,13 @@ from enum import Enum
 import numpy as np
 
 from tilerec.planner.search.bins import Bins, host_bins, rank_bins
-from tilerec.planner.search.instance import Bools, Floats, Instance, Ints, at_home, fits
+from tilerec.planner.search.instance import Bools, Floats, Instance, Ints, at_home, fits, flat_places
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.slopes import LAYERS_FROM_BINS, Slopes, split_for_layers
 from tilerec.planner.search.work import CALLS, Work
 
 LARGEST_WEIGHT = (1 << 16) - 1  # weights of slopes are whole numbers up to it
+LARGE_PIECE_QUARTERS = 3  # a piece is large if it takes more than so many quarters of the roomiest rank's memory
 DIVISIBLE_PART = 4  # a table counts as divisible if less than 1 / DIVISIBLE_PART of its cost stays on each rank
 
 
@@ -89,7 +91,8 @@ def pack(
     last = on_host & _mostly_divisible(instance, cost) if divisible_last else on_host & False
     filling = _Filling(instance, cost, memory, pieces, order, work)
     places = filling.places
-    for some in (on_host & ~last, single, last):
+    large = single & (memory * 4 > (instance.cap - bytes_now).max(0) * LARGE_PIECE_QUARTERS).any(1)
+    for some in (large, on_host & ~last, single & ~large, last):
         for n in np.unique(width[some]).tolist():
             tables = np.flatnonzero(some & (width == n))
             if n == 1:
@@ -98,9 +101,8 @@ def pack(
                 if not filling.fill(bins, tables, force):
                     return None
                 bytes_now = bytes_now + free - bins.room
-                if last.any():
-                    for t in tables.tolist():
-                        np.add.at(done, np.array(places[t]), cost[t])
+                own, at = flat_places(tables, places)
+                np.add.at(done, at, cost[own])
                 continue
             hosts = np.flatnonzero(instance.host_sizes == n)
             if not filling.fill(host_bins(relaxed, hosts, base, done, bytes_now), tables):

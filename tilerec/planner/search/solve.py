@@ -51,7 +51,7 @@ LARGE = 1 << 20  # tables x ranks above which even less is tried, and pieces tha
 HEADS = (*tuple((head, False) for head in (4, 5, 3)), (4, True), (6, False), (5, True))
 HEADS += tuple((head, False) for head in (8, 12, 16, 24, 48, 200))
 MIDDLING_HEADS = ((5, True), (6, False), (4, False), (10, True), (24, False))
-LARGE_HEADS = ((4, True), (8, True), (24, False))
+LARGE_HEADS = ((5, False), (6, False), (4, True))
 # Attempts to make options fit into memory: (thrift, slack). A piece takes at most 1 / thrift of a rank's free memory,
 # and options leave `slack` 64ths of it free.
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
@@ -169,7 +169,8 @@ class _Search:
             return _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
         if self.any:
             return self.best
-        best = self.best = flow(self.instance, self.best, FLOW_STEPS_OF_BEST, self.work.part(self.whole // 8))
+        steps = FLOW_STEPS_PER_PACKING if self.large else FLOW_STEPS_OF_BEST
+        best = self.best = flow(self.instance, self.best, steps, self.work.part(self.whole // 8))
         if complete:
             self.bound = best.cost
         elif self.prove and best.cost > self.bound + self.bound // NEAR_PART:
@@ -329,7 +330,7 @@ class _Search:
     def _pack(self, option: Ints, relaxed: Relaxed, work: Work, divisible: bool) -> Packing | None:
         """Pack options in one order after another; return None if none succeeds, also with repairs."""
         orders = [PackingOrder.TIME, PackingOrder.BOTH, PackingOrder.MEMORY]
-        if relaxed.is_tight(option):
+        if self.large or relaxed.is_tight(option):
             orders[:2] = orders[1::-1]
         last = divisible and not relaxed.is_tight(option, 3)
         for order in orders:
