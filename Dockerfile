@@ -18,8 +18,12 @@ COPY . .
 RUN pip install --no-cache-dir scikit-build-core cmake ninja \
  && TILEREC_NATIVE_REQUIRED=1 pip wheel --no-deps --no-build-isolation --wheel-dir /wheel .
 
+# `tilerec export` and torch.compile compile with g++, Triton compiles its launcher with gcc.
 FROM python:${PYTHON}-slim-bookworm AS base
-RUN useradd --create-home tilerec
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends g++ \
+ && rm -rf /var/lib/apt/lists/* \
+ && useradd --create-home tilerec
 COPY --from=wheel /wheel /wheel
 WORKDIR /home/tilerec
 
@@ -32,13 +36,10 @@ USER tilerec
 ENTRYPOINT ["tilerec"]
 CMD ["--help"]
 
-# The driver comes from the host (--gpus all); CUDA libraries and Triton come with torch. Triton compiles its launcher with gcc.
+# The driver comes from the host (--gpus all); CUDA libraries and Triton come with torch.
 FROM base AS cuda
 ARG TORCH=2.13.0
-RUN apt-get update \
- && apt-get install -y --no-install-recommends gcc libc6-dev \
- && rm -rf /var/lib/apt/lists/* \
- && pip install --no-cache-dir "torch==${TORCH}" \
+RUN pip install --no-cache-dir "torch==${TORCH}" \
  && pip install --no-cache-dir "$(ls /wheel/*.whl)[serve]"
 USER tilerec
 ENTRYPOINT ["tilerec"]

@@ -196,10 +196,9 @@ docs: $(VENV)/.docs
 
 # ------------------------------------------------------------------------------------------------ release
 
-# A cross build has no torch of the other processor, so its wheel lacks libtilerec_ops.so, which C++ programs load.
 ARCH ?= $(shell uname -m)
-CROSS := CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$(ARCH) -DCMAKE_CXX_COMPILER=$(ARCH)-linux-gnu-g++ \
-	-DTILEREC_OPS=OFF" _PYTHON_HOST_PLATFORM=linux-$(ARCH)
+CROSS := CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$(ARCH) -DCMAKE_CXX_COMPILER=$(ARCH)-linux-gnu-g++" \
+	_PYTHON_HOST_PLATFORM=linux-$(ARCH)
 
 .PHONY: wheel
 wheel: $(VENV)/.installed

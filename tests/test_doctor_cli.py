@@ -34,7 +34,8 @@ def test_this_installation_is_healthy_and_every_check_has_a_line() -> None:
     assert code == 0, "\n".join(lines)
     assert lines[-1].startswith("0 broken, ")
     names = "\n".join(lines)
-    for name in ("tilerec", "python", "torch", "packages", "native library", "lookup on cpu", "Triton", "GPUs"):
+    checks = ("tilerec", "python", "torch", "packages", "native library", "C++ compiler", "lookup on cpu", "GPUs")
+    for name in checks:
         assert f" {name} " in names
     assert any("gloo all-reduce of 1 and 2: [3.0, 3.0]" in line for line in lines)
     assert all(line.isascii() for line in lines)
@@ -69,6 +70,17 @@ def test_processes_that_cannot_join_are_broken_and_the_other_checks_still_run(mo
     assert any(line.startswith("broken  lookup on cpu") for line in lines)
     assert any(" /dev/shm " in line for line in lines)
     assert lines[-1].startswith("2 broken")
+
+
+def test_a_missing_compiler_is_a_note_with_the_commands_that_need_it(
+    monkeypatch: pytest.MonkeyPatch, without_processes: None
+) -> None:
+    monkeypatch.setattr("tilerec.torch_private.cpp_compiler", lambda: None)
+    code, lines = _doctor()
+    assert code == 0
+    place = next(at for at, line in enumerate(lines) if line.startswith("note    C++ compiler"))
+    assert "tilerec export" in lines[place]
+    assert lines[place + 1].strip() == "-> Install g++."
 
 
 def test_version_is_that_of_the_package() -> None:

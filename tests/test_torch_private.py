@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -563,6 +564,12 @@ def test_torchs_function_that_attaches_optimizers_can_be_replaced() -> None:
 
 
 # `private.compile_package`, `private.readable_op_calls` and `private.package_loader`: tests/export/test_package.py
+
+
+@pytest.mark.parametrize(("named", "found"), [("no-such-compiler", None), ("g++", "g++")])
+def test_a_compiler_that_cannot_run_is_none(named: str, found: str | None) -> None:
+    with torch._inductor.config.patch({"cpp.cxx": (None, named)}):
+        assert private.cpp_compiler() == found
 
 
 def test_every_name_of_the_file_has_a_test() -> None:

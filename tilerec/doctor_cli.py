@@ -58,7 +58,7 @@ def doctor() -> None:
     The exit status is 1 if a part is broken.
     """
     states = []
-    for check in (_versions, _extras, _native, _lookup, _gpus, _group, _limits):
+    for check in (_versions, _extras, _native, _compiler, _lookup, _gpus, _group, _limits):
         for finding in _guarded(check):
             print_plain(str(finding))
             states.append(finding.state)
@@ -135,6 +135,16 @@ def _native() -> Iterator[Finding]:
         yield Finding(state, "native library", found.reason, move)
 
 
+def _compiler() -> Iterator[Finding]:
+    from tilerec.torch_private import cpp_compiler
+
+    found = cpp_compiler()
+    if found is None:
+        yield Finding("note", "C++ compiler", "none; tilerec export and torch.compile need one", "Install g++.")
+    else:
+        yield Finding("ok", "C++ compiler", found)
+
+
 def _lookup() -> Iterator[Finding]:
     """Compare a lookup and its update with torch's."""
     import torch
@@ -203,7 +213,9 @@ def _without_gpu() -> Finding:
     import torch
 
     if not (shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists()):
-        return Finding("ok", "GPUs", "none; training runs on the CPU")
+        inside = any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv"))
+        more = " (this container sees the host's GPUs with --gpus all)" if inside and torch.version.cuda else ""
+        return Finding("ok", "GPUs", f"none; training runs on the CPU{more}")
     if torch.version.cuda is None:
         return Finding("note", "GPUs", "none for this CPU build of torch", "Install a CUDA build of torch.")
     text = "torch finds none beside an NVIDIA driver"

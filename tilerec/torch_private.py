@@ -507,6 +507,16 @@ def compile_package(program: ExportedProgram, path: str) -> None:
             cpp_builder._get_optimization_cflags = flags
 
 
+def cpp_compiler() -> str | None:
+    """Return the C++ compiler that `compile_package` and `torch.compile` use on the CPU; None if there is none."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        return cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return None
+
+
 def readable_op_calls(data: bytes) -> bytes:
     """Return a compiled archive's list of op calls (JSON) such that this torch reads the dtypes in it as meant.
 

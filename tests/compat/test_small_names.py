@@ -11,14 +11,6 @@ from torch import nn
 import tilerec
 from tilerec.compat import comm, modules, test_utils
 from tilerec.compat.awaitable import LazyNoWait, NoWait
-from tilerec.compat.eviction import (
-    DistanceLFU_EvictionPolicy,
-    LFU_EvictionPolicy,
-    LRU_EvictionPolicy,
-    average_threshold_filter,
-    dynamic_threshold_filter,
-    probabilistic_threshold_filter,
-)
 from tilerec.compat.streamable import Multistreamable, Pipelineable
 from tilerec.compat.types import (
     NullShardedModuleContext,
@@ -53,22 +45,6 @@ def test_batches_are_pipelineable_and_a_programs_own_must_define_both_methods() 
 
     with pytest.raises(TypeError, match="abstract"):
         Half()  # type: ignore[abstract]
-
-
-def test_filters_return_the_ids_that_they_keep() -> None:
-    counts = torch.tensor([1, 2, 3, 10, 1, 1])
-    assert average_threshold_filter(counts)[0].tolist() == [False, False, False, True, False, False]
-    assert not dynamic_threshold_filter(counts)[0].any()
-    assert float(dynamic_threshold_filter(counts, 2.0)[1]) == 6.0
-    torch.manual_seed(0)  # the draws of TorchRec
-    assert probabilistic_threshold_filter(torch.tensor([100, 100, 50, 200]))[0].tolist() == [True, False, True, True]
-
-
-@pytest.mark.parametrize("policy", [DistanceLFU_EvictionPolicy, LFU_EvictionPolicy, LRU_EvictionPolicy])
-def test_a_policy_ignores_a_filter_with_a_warning(policy: Any) -> None:
-    with pytest.warns(UserWarning, match="threshold_filtering_func has no effect"):
-        own = policy(threshold_filtering_func=average_threshold_filter)
-    assert own.evicting == policy().evicting
 
 
 def test_features_of_a_dictionary_become_a_batch() -> None:

@@ -255,6 +255,16 @@ def test_a_manifest_that_does_not_fit_is_refused(
         load(repacked(path, tmp_path / "other.pt2", edit))
 
 
+def test_without_a_compiler_nothing_is_traced_or_written(
+    model: EveryKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilerec.export.exporting.cpp_compiler", lambda: None)
+    monkeypatch.setattr("tilerec.export.exporting.traced", lambda *_, **__: pytest.fail("traced"))
+    with pytest.raises(ConfigError, match=r"export: got no C\+\+ compiler; expected g\+\+ or .* Install g\+\+\."):
+        export(model, every_batch(3).args(), tmp_path / "model.pt2")
+    assert not any(tmp_path.iterdir())
+
+
 def test_files_that_are_no_package_are_refused(path: Path, tmp_path: Path) -> None:
     whole = path.read_bytes()
     torn, text, other = tmp_path / "torn.pt2", tmp_path / "text.pt2", tmp_path / "other.pt2"

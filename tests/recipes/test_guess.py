@@ -32,7 +32,8 @@ def _columns() -> dict[str, Any]:
         "city": [None if i % 7 == 0 else f"c{i % 20}" for i in range(ROWS)],
         "tags": [[int(i % 9)] * (i % 4) for i in range(ROWS)],
         "hist_items": [[f"i{i % 12}"] * 3 for i in range(ROWS)],
-        "scores": [[0.5] for _ in range(ROWS)],
+        "tag_scores": [[0.5] * (i % 4) for i in range(ROWS)],
+        "vector": [[0.5] * 3 for _ in range(ROWS)],
         "comment": ["a long text that is no id at all, because it is a sentence " + str(i % 50) for i in range(ROWS)],
         "constant": [1] * ROWS,
         "nothing": pa.nulls(ROWS, pa.float64()),
@@ -51,16 +52,62 @@ def test_each_kind_of_column_has_its_role(tmp_path: Path) -> None:
     found = _guesses(tmp_path)
     assert {name: guess.role for name, guess in found.items()} == {
         "row_key": "", "clicked": "label", "flag": "dense", "price": "dense", "views": "dense", "userId": "id",
-        "big": "id", "city": "id", "tags": "id", "hist_items": "id", "scores": "", "comment": "", "constant": "",
-        "nothing": "", "ts": "time",
+        "big": "id", "city": "id", "tags": "id", "hist_items": "id", "tag_scores": "weights", "vector": "",
+        "comment": "", "constant": "", "nothing": "", "ts": "time",
     }  # fmt: skip
     assert found["views"].settings["transform"] == "log"
     assert found["city"].settings == {"column": "city", "missing": "row"}
-    assert found["tags"].settings == {"column": "tags", "kind": "list", "missing": "empty"}
+    assert found["tags"].settings == {"column": "tags", "kind": "list", "missing": "empty", "weights": "tag_scores"}
     assert found["hist_items"].settings["kind"] == "sequence"
     assert found["hist_items"].settings["max_length"] == 3
     assert found["ts"].settings == {"column": "ts", "at_least": str(1_700_000_000 + 359)}
     assert all(guess.why for guess in found.values())
+
+
+def test_columns_of_0_and_1_are_flags_or_further_labels(tmp_path: Path) -> None:
+    bits = [i % 2 for i in range(ROWS)]
+    found = _guesses(tmp_path, purchased=bits, is_new=bits, count=bits)
+    assert {name: found[name].role for name in ("purchased", "is_new", "count", "flag")} == {
+        "purchased": "", "is_new": "dense", "count": "dense", "flag": "dense",
+    }  # fmt: skip
+    assert "second label" in found["purchased"].why
+    assert all(found[name].why == "a flag, 0 or 1" for name in ("is_new", "count", "flag"))
+
+
+@pytest.mark.parametrize(
+    ("weights", "weighted"),
+    [
+        ([[0.5] * (i % 4) for i in range(ROWS)], True),
+        ([None if i % 4 == 0 else [0.5] * (i % 4) for i in range(ROWS)], True),  # no list is a list without values
+        ([[0.5] * (i % 4 if i < ROWS - 1 else 1) for i in range(ROWS)], False),
+        ([[None if i == 1 else 0.5] * (i % 4) for i in range(ROWS)], False),
+        ([[float("inf") if i == 1 else 0.5] * (i % 4) for i in range(ROWS)], False),
+        ([[] for _ in range(ROWS)], False),
+    ],
+)
+def test_lists_of_numbers_are_weights_if_each_row_has_one_per_id(
+    weights: list[Any], weighted: bool, tmp_path: Path
+) -> None:
+    listed = pa.array(weights, pa.list_(pa.float32()))
+    found = _guesses(tmp_path, tag_scores=None, strange_name=listed)
+    assert found["strange_name"].role == ("weights" if weighted else "")
+    assert found["tags"].settings.get("weights") == ("strange_name" if weighted else None)
+
+
+@pytest.mark.parametrize(("name", "weighted"), [("weights", True), ("item_strength", True), ("vector", False)])
+def test_lists_of_one_length_are_weights_only_by_their_name(name: str, weighted: bool, tmp_path: Path) -> None:
+    pairs = {"tags": [[i % 9, i % 7] for i in range(ROWS)], "vector": None, name: [[0.5, 2.0]] * ROWS}
+    found = _guesses(tmp_path, tag_scores=None, **pairs)
+    assert (found[name].role == "weights") is weighted
+
+
+def test_a_list_of_ids_has_one_column_of_weights_the_one_named_like_it(tmp_path: Path) -> None:
+    lists = {name: [[1] * (i % 4) for i in range(ROWS)] for name in ("tags", "shops")}
+    weights = {name: [[0.5] * (i % 4) for i in range(ROWS)] for name in ("third", "shops_seen", "tag_scores")}
+    found = _guesses(tmp_path, **{**lists, **weights})
+    assert found["shops"].settings["weights"] == "shops_seen"
+    assert found["tags"].settings["weights"] == "tag_scores"
+    assert found["third"].role == ""
 
 
 @pytest.mark.parametrize(

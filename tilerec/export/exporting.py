@@ -20,7 +20,7 @@ from tilerec.export.program import output_specs, rename_hidden, traced
 from tilerec.export.signature import bound_arguments, dtype_name, example_signature
 from tilerec.modules.collection import TableCollection
 from tilerec.quantized.collection import QuantTableCollection
-from tilerec.torch_private import compile_package, package_loader, submodules, uncompiled
+from tilerec.torch_private import compile_package, cpp_compiler, package_loader, submodules, uncompiled
 
 
 def export(model: nn.Module, example: Any, path: str | Path, *, strict: bool = False) -> None:
@@ -41,7 +41,8 @@ def export(model: nn.Module, example: Any, path: str | Path, *, strict: bool = F
         strict: trace with Dynamo instead of running the Python code; see `torch.export`.
 
     Raises:
-        ConfigError: `torch.export` cannot trace the model, the example does not fit, or the model has no memory.
+        ConfigError: `torch.export` cannot trace the model, the example does not fit, the model has no memory, or there
+            is no C++ compiler.
         FileError: the file cannot be written.
     """
     from tilerec.export.whole_model import model_group, whole_model  # imports the planner, which servers do not need
@@ -53,6 +54,8 @@ def export(model: nn.Module, example: Any, path: str | Path, *, strict: bool = F
             target = Path(path)
             if target.is_dir() or not target.absolute().parent.is_dir():
                 raise ConfigError(f"export: got {path}; expected a file in an existing folder. Name a file.")
+            if cpp_compiler() is None:
+                raise ConfigError("export: got no C++ compiler; expected g++ or the one that CXX names. Install g++.")
             _write(target, prepared(whole, example, strict=strict))
 
 

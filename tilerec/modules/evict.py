@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, final
 
+from torch import Tensor
+
 from tilerec.errors import ConfigError
 from tilerec.ops.hash.definition import Policy
 
@@ -41,6 +43,10 @@ class Evicting:
         return [own.get(feature, self.ttl) for feature in features]
 
 
+Admission = Callable[[Tensor], Tensor]
+"""Takes the ids of a training step that this rank holds [N]; returns those that may get a row, bool [N]."""
+
+
 class MCHEvictionPolicy(ABC):
     """A policy of `MCHManagedCollisionModule` (abstract; see the three below)."""
 
@@ -48,6 +54,14 @@ class MCHEvictionPolicy(ABC):
     @abstractmethod
     def evicting(self) -> Evicting:
         """The policy in the form that the hash ops take."""
+
+    def admission(self, interval: int) -> Admission | None:
+        """Return a new filter of a module's ids, which sees every training step; None admits all ids.
+
+        Args:
+            interval: steps between steps with evictions.
+        """
+        return None
 
 
 @final

@@ -91,8 +91,15 @@ class IdMap:
         """Return the ids in stored form: int64, after the user's `input_hash_func` if there is one."""
         return self.settings.hashed(self.who, ids_N)
 
-    def assign(self, ids_N: Tensor, sizes: Sequence[int], step: int | Tensor, now: int | Tensor) -> Mapped:
-        """Return the rows of a batch's ids, and assign rows to ids that have none; see `ManagedCollisionModule.map`."""
+    def assign(
+        self, ids_N: Tensor, sizes: Sequence[int], step: int | Tensor, now: int | Tensor,
+        admitted_N: Tensor | None = None,
+    ) -> Mapped:  # fmt: skip
+        """Return the rows of a batch's ids, and assign rows to ids that have none; see `ManagedCollisionModule.map`.
+
+        Args:
+            admitted_N: bool, ids that may get a row; None: all.
+        """
         settings, features = self.settings, self.features
         feature_N = self._feature_of(sizes, ids_N.device) if len(features) > 1 else None
         evicting = settings.evicting or Evicting(Policy.LRU)
@@ -100,11 +107,12 @@ class IdMap:
         if evicting.ttl_of:
             ttls = evicting.ttls(features)
             ttl = ttls[0] if feature_N is None else constants(ttls, ids_N.device)[feature_N]
-        may_insert = None
+        may_insert = admitted_N
         if any(feature.endswith(settings.read_only_suffix) for feature in features):
             inserts = [int(not feature.endswith(settings.read_only_suffix)) for feature in features]
             inserts_F = constants(inserts, ids_N.device).to(torch.bool)
-            may_insert = inserts_F.expand(ids_N.shape).contiguous() if feature_N is None else inserts_F[feature_N]
+            inserts_N = inserts_F.expand(ids_N.shape).contiguous() if feature_N is None else inserts_F[feature_N]
+            may_insert = inserts_N if admitted_N is None else inserts_N & admitted_N
         options = AssignOptions(
             step, evicting.policy, evicting.exponent, now, ttl, 0 if settings.evicting is None else settings.interval,
             settings.threshold, may_insert_N=may_insert,

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets
+from tilerec.modules.evict import Admission
 from tilerec.modules.evicted_rows import EvictedRows
 from tilerec.modules.id_counts import KINDS, IdPlace, IdStats
 from tilerec.modules.id_map import IdMap, Mapped, empty_id_state
@@ -62,7 +63,7 @@ class ManagedCollisionModule(nn.Module):
 
     def __init__(
         self, who: str, buckets: Buckets, device: torch.device | str | None, settings: IdMapSettings, *,
-        read_only: bool = False, clock: Callable[[], int] | None = None,
+        read_only: bool = False, clock: Callable[[], int] | None = None, admission: Admission | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         settings.check(who)
@@ -71,6 +72,7 @@ class ManagedCollisionModule(nn.Module):
         self.settings = settings
         self._read_only = read_only
         self._clock = clock or hours
+        self._filter = admission
         self._features: tuple[str, ...] = ()
         self._view: BucketStateView | None = None
         self.evicted = EvictedRows()
@@ -212,7 +214,10 @@ class ManagedCollisionModule(nn.Module):
         """
         own = self.id_map
         own.refuse_meta()
-        return own.assign(ids_N, sizes, *self._count(now)) if self.writes else own.read(ids_N, sizes)
+        if not self.writes:
+            return own.read(ids_N, sizes)
+        admitted_N = None if self._filter is None else self._filter(ids_N)
+        return own.assign(ids_N, sizes, *self._count(now), admitted_N)
 
     def _count(self, now: int) -> tuple[int | Tensor, int | Tensor]:
         """Increment the step; return step and time, as device tensors if the ids are on a device, else as ints."""

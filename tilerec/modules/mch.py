@@ -83,4 +83,5 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
             evicting, shares, max_probe, eviction_interval, admission_threshold, input_hash=input_hash_func,
             input_size=input_hash_size,
         )  # fmt: skip
-        super().__init__(who, Buckets.of(who, zch_size, buckets or 1, shares=shares), device, settings)
+        own = Buckets.of(who, zch_size, buckets or 1, shares=shares)
+        super().__init__(who, own, device, settings, admission=eviction_policy.admission(eviction_interval))

@@ -7,6 +7,7 @@ of all rows.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class ColumnProfile:
         low, high: bounds of all rows by the footers of Parquet files, if they have them.
         texts: some of the texts.
         longest: values of the longest list.
+        listed: values of all lists, missing ones included.
     """
 
     name: str
@@ -62,12 +64,20 @@ class ColumnProfile:
     high: Any = None
     texts: tuple[str, ...] = ()
     longest: int = 0
+    listed: int = 0
     _distinct: HyperLogLog = field(default_factory=HyperLogLog)
+    _lengths: Any = field(default_factory=hashlib.blake2b)
 
     @property
     def distinct(self) -> int:
         """Approximate number of distinct values in the rows that were read."""
         return round(self._distinct.count())
+
+    @property
+    def lengths_digest(self) -> bytes:
+        """A digest of the lengths of all lists that were read: columns with the same one have the same lengths."""
+        digest: bytes = self._lengths.digest()
+        return digest
 
     @property
     def is_time(self) -> bool:
@@ -92,7 +102,10 @@ class ColumnProfile:
         elif found.missing_lists is not None:
             self.missing += int(found.missing_lists.sum())
         if found.offsets is not None and len(found.offsets) > 1:
-            self.longest = max(self.longest, int(np.diff(found.offsets).max()))
+            lengths = np.diff(found.offsets).astype(np.int64)
+            self.longest = max(self.longest, int(lengths.max()))
+            self.listed += int(lengths.sum())
+            self._lengths.update(lengths.tobytes())
         kept = values[~missing]
         self.values += len(kept)
         self._distinct.add(kept if found.hashed else hash_values(_as_int64(kept)))

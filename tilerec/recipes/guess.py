@@ -5,7 +5,8 @@
     time       dates, or numbers like Unix times with such a name: the latest tenth is held out
     dense      numbers with fractions, counts, flags
     id         text, numbers named like ids, large numbers, lists
-    (ignored)  columns with another value in each row, long texts, other types
+    weights    lists of numbers, as long in each row as a list of ids: the weights of these ids
+    (ignored)  columns with another value in each row, long texts, flags named like a second label, other types
 
 Each guess has its reason. A guess is only a start: the run file is there to be corrected.
 """
@@ -30,6 +31,7 @@ _LABELS = ("label", "click", "clicked", "is_click", "target", "y", "converted", 
            "purchased", "bought", "liked", "like", "rating", "stars")  # fmt: skip
 _TIMES = ("timestamp", "time", "ts", "date", "datetime", "event_time", "created_at", "day", "unixtime")
 _WEIGHTS = ("weight", "sample_weight", "importance")
+_WEIGHT_WORDS = {"weight", "weights", "score", "scores", "strength", "importance"}
 _ID_WORDS = {"id", "ids", "user", "item", "product", "ad", "campaign", "site", "page", "device", "brand", "shop",
              "session", "query", "city", "country", "zip", "region", "category", "categories", "movie", "song",
              "video", "author", "publisher", "advertiser", "tag", "tags", "sku", "asin", "gender", "os"}  # fmt: skip
@@ -49,7 +51,7 @@ class Guess:
     Attributes:
         column: its name.
         type: its type in the data.
-        role: "label", "dense", "id", "weight", "time", or "" for an ignored column.
+        role: "label", "dense", "id", "weights" (of ids), "weight" (of samples), "time", or "" for an ignored column.
         why: the reason.
         settings: of the column in the run file.
         table_rows: of its table, for ids.
@@ -81,6 +83,7 @@ def guess_roles(profile: DataProfile, label: str | None = None) -> list[Guess]:
     weights = [guess for guess in found if guess.role == "weight"]
     for extra in weights[1:]:
         found[found.index(extra)] = replace(extra, role="", why="a weight too; another is used")
+    found = _with_weights(found, columns)
     if not any(guess.role in ("dense", "id") for guess in found):
         raise ConfigError(
             f"{profile.name}: got no column to predict {chosen.column!r} from; expected numbers or ids. Use data with "
@@ -168,10 +171,12 @@ def _role(column: ColumnProfile, profile: DataProfile) -> Guess:
         return _list(column, words, profile)
     if column.kind == "text":
         return _text(column, profile)
+    if _is_number(column) and _is_binary(column):
+        if column.name.lower() in _LABELS:
+            return replace(ignored, why="a second label, perhaps known only later; add it to the labels, or to dense")
+        return _dense(column, "a flag, 0 or 1")
     if column.kind == "number" or (column.kind == "integer" and _is_count(column, words)):
         return _dense(column, "counts or a scale" if column.kind == "integer" else "numbers with fractions")
-    if column.kind == "boolean":
-        return _dense(column, "a flag")
     if column.kind == "integer":
         if _is_unique(column):
             return replace(ignored, why="another value in each row")
@@ -258,6 +263,34 @@ def _list(column: ColumnProfile, words: list[str], profile: DataProfile) -> Gues
     if sequence:
         settings["max_length"] = max(1, min(50, column.longest))
     return replace(found, settings=settings)
+
+
+def _with_weights(found: list[Guess], columns: dict[str, ColumnProfile]) -> list[Guess]:
+    """Return the guesses with lists of numbers as the weights of the ids whose lists have the same lengths."""
+    pairs = []
+    for at, guess in enumerate(found):
+        column = columns[guess.column]
+        complete = column.values == column.listed > 0 and np.isfinite(column.sample).all()
+        if column.kind != "list of number" or not complete:
+            continue
+        words = set(words_of(column.name))
+        # Vectors have one length in all rows, as some lists of ids do: then the names must belong together, too.
+        vectors = column.listed == column.longest * column.rows
+        for of, ids in enumerate(found):
+            alike = bool(words.intersection(words_of(ids.column)))
+            same = columns[ids.column].lengths_digest == column.lengths_digest
+            if ids.settings.get("kind") == "list" and same and (not vectors or alike or words & _WEIGHT_WORDS):
+                pairs.append((not alike, abs(of - at), at, of))
+    found = list(found)
+    for _, _, at, of in sorted(pairs):
+        weights, ids = found[at], found[of]
+        if weights.role or "weights" in ids.settings:
+            continue
+        why = f"weights of the ids of {ids.column}: lists of the same lengths"
+        found[at] = replace(weights, role="weights", why=why)
+        settings, why = {**ids.settings, "weights": weights.column}, f"{ids.why}; {weights.column} has their weights"
+        found[of] = replace(ids, settings=settings, why=why)
+    return found
 
 
 def _id(column: ColumnProfile, profile: DataProfile, why: str, distinct: int = 0) -> Guess:
