@@ -17,9 +17,9 @@ from tests.models.test_dlrm import batch as dlrm_batch
 from tests.models.test_dlrm import tables as dlrm_tables
 from tests.models.test_sasrec import _model as next_items
 from tilerec.errors import ConfigError
-from tilerec.export.torch_library import ops_path
-from tilerec.export.exporting import prepared
 from tilerec.export.arguments import flat_tensors
+from tilerec.export.exporting import prepared
+from tilerec.export.torch_library import ops_path
 from tilerec.export.whole_model import whole_model
 from tilerec.models.sasrec_tower import SASRecTower
 from tilerec.models.two_tower import Tower, TwoTower

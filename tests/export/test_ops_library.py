@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilerec.export.torch_library import ops_path
 from tilerec.export.manifest import OPS_ABI
+from tilerec.export.torch_library import ops_path
 from tilerec.ops.quantized.row_format import BITS, quantize_rows
 from tilerec.ops.search.definition import quantized
 from tilerec.torch_private import schema_of

@@ -27,9 +27,9 @@ from tests.export.export_models import EveryBatch, EveryKind, every_batch, every
 from tests.export.triton_stub import StubTensor, request, triton_utils
 from tilerec.errors import ConfigError, FileError, InputError
 from tilerec.export import Package, cpp_flags, export, load
-from tilerec.export.torch_library import ops_path
 from tilerec.export.arguments import flat_tensors
 from tilerec.export.signature import TensorSpec
+from tilerec.export.torch_library import ops_path
 from tilerec.export.triton_repository import write_triton
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from tests.serve.conftest import package_bytes
 from tilerec.errors import ConfigError

@@ -50,8 +50,7 @@ def tensors_of(own: InputSpec, value: Any) -> list[Any]:
     kind = KeyedJaggedTensor if own.keys else JaggedTensor
     if not isinstance(value, kind):
         raise InputError(
-            f"Input '{own.name}': got a {type(value).__name__}; expected a {own.kind}, as in the example of the "
-            "export."
+            f"Input '{own.name}': got a {type(value).__name__}; expected a {own.kind}, as in the example of the export."
         )
     if isinstance(value, KeyedJaggedTensor):
         value = _in_order(own, value)

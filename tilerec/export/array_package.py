@@ -119,7 +119,9 @@ def load_arrays(path: str | Path, *, verify: bool = True, name: str = "") -> Arr
     words = _words((package.weights[name], types[name]) for name in names)
     texts_of_names = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
     if not library.tilerec_ops_bind(loaded, texts_of_names, words.ctypes.data, len(names)):
-        raise ConfigError(f"{what}: got '{last_error():.400}' from torch; expected its weights to fit. Export it again.")
+        raise ConfigError(
+            f"{what}: got '{last_error():.400}' from torch; expected its weights to fit. Export it again."
+        )
     return made
 
 

@@ -95,6 +95,7 @@ def check_array(spec: TensorSpec, array: Array, sizes: dict[str, int]) -> None:
     """
     if array.dtype != ARRAY_DTYPES[spec.dtype]:
         raise InputError(
-            f"Input '{spec.name}': got {array.dtype}; expected {spec.dtype}, as in the example of the export. Convert it."
+            f"Input '{spec.name}': got {array.dtype}; expected {spec.dtype}, as in the example of the export. "
+            "Convert it."
         )
     spec.check_shape(array.shape, sizes)

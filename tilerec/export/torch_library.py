@@ -1,6 +1,7 @@
 """The C++ libraries of torch and tilerec's ops for it, in a process that need not import torch.
 
-`import torch` takes a second or two, four fifths of it for Python modules. The C++ libraries load in a fifth of a second.
+`import torch` takes a second or two, four fifths of it for Python modules. The C++ libraries load in a fifth
+of a second.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def ops_library() -> ctypes.CDLL:
         _load_torch()
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ConfigError(f"libtilerec_ops.so: got '{error}'; expected to load it. Install tilerec and torch again.") from None
+        raise ConfigError(
+            f"libtilerec_ops.so: got '{error}'; expected to load it. Install tilerec and torch again."
+        ) from None
     pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
     for name, result, arguments in (
         ("load", pointer, (text,)),

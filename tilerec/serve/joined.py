@@ -69,9 +69,10 @@ def check(query: Query, manifest: Manifest) -> None:
         if own.kind != "Tensor":
             lengths, count = tensors[-1], tensors[0].shape[0]
             # A length above the count is wrong by itself; without such ones the sum cannot overflow.
-            if int(lengths.sum(dtype=np.int64)) != count or bool(((lengths < 0) | (lengths > count)).any()):
+            total = int(lengths.sum(dtype=np.int64))
+            if total != count or bool(((lengths < 0) | (lengths > count)).any()):
                 raise InputError(
-                    f"Input '{own.name}': got lengths with the sum {int(lengths.sum(dtype=np.int64))} for {count} ids; expected "
+                    f"Input '{own.name}': got lengths with the sum {total} for {count} ids; expected "
                     f"lengths from 0 to {count} with the sum {count}. Correct the lengths."
                 )
         at += len(own.tensors)

@@ -1,6 +1,6 @@
 """`run_server`: worker processes that serve a package on one socket.
 
-    parent   loads torch's C++ libraries, binds the socket, reads the package into memory, and watches the file (workers.py)
+    parent   loads torch's C++ libraries, binds the socket, reads the package, and watches the file (workers.py)
       |  fork, so a worker starts in a fraction of a second and shares the parent's pages
     workers  each maps that memory, takes connections from the socket, and batches its own requests (worker.py)
 

@@ -119,8 +119,10 @@ def _finite(value: Any) -> Any:
 
 
 def _safetensors(arrays: Mapping[str, Array], types: Mapping[str, str]) -> bytes:
-    """Return a safetensors file: the size of its header, the header, the arrays. Its package takes other records in each
-    version."""
+    """Return a safetensors file: the size of its header, the header, the arrays.
+
+    The functions of the package safetensors differ between its versions.
+    """
     header, end = {}, 0
     for name, array in arrays.items():
         start, end = end, end + array.nbytes
@@ -255,6 +257,11 @@ def _jagged(own: InputSpec, values: list[Any]) -> list[Array]:
                 _check_names(f"input '{own.name}'", _keys(bag, own.name), {"ids", "weights"}, complete=True)
                 weights.extend(bag["weights"])
                 bag = bag["ids"]
+            elif isinstance(bag, Mapping) and "weights" in bag:
+                raise InputError(
+                    f"Input '{own.name}': got weights for the ids of '{key}'; expected none: the model reads none. "
+                    "Send the ids as a list."
+                )
             if not isinstance(bag, list):
                 raise InputError(
                     f"Input '{own.name}': got {type(bag).__name__} as the ids of '{key}'; expected a list. Correct it."
