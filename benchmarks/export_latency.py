@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from tilerec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from tilerec.export import Package, cpp_flags, export, load
-from tilerec.export.signature import flat_tensors
+from tilerec.export.arguments import flat_tensors
 from tilerec.models import DLRM
 from tilerec.quantized import quantize_tables
 

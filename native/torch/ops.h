@@ -40,6 +40,8 @@ using Two = std::tuple<Tensor, Tensor>;
 
 // Raises std::runtime_error with the text, and keeps it for tilerec_ops_last_error.
 [[noreturn]] void fail(const std::string& text);
+// Keeps the text of another error, unless that of an op explains it.
+void keep_error(const std::string& text);
 
 // A new tensor of the CPU, not written yet. Memory of large ones is reused: the C library would request it from the system,
 // and give it back, at each call.

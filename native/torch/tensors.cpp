@@ -69,6 +69,10 @@ void fail(const std::string& text) {
   throw std::runtime_error(text);
 }
 
+void keep_error(const std::string& text) {
+  if (last_error.empty()) last_error = text;
+}
+
 Tensor new_tensor(const Sizes& sizes, ScalarType type) {
   Sizes strides(sizes.size(), 1);
   size_t bytes = aoti_torch_dtype_element_size(static_cast<int32_t>(type));

@@ -17,9 +17,9 @@ from tests.models.test_dlrm import batch as dlrm_batch
 from tests.models.test_dlrm import tables as dlrm_tables
 from tests.models.test_sasrec import _model as next_items
 from tilerec.errors import ConfigError
-from tilerec.export.cpp_flags import ops_library
+from tilerec.export.arguments import flat_tensors
 from tilerec.export.exporting import prepared
-from tilerec.export.signature import flat_tensors
+from tilerec.export.torch_library import ops_path
 from tilerec.export.whole_model import whole_model
 from tilerec.models.sasrec_tower import SASRecTower
 from tilerec.models.two_tower import Tower, TwoTower
@@ -41,7 +41,7 @@ def _name(model: str) -> Any:
 
 
 def _library_ops() -> set[str]:
-    library = ctypes.CDLL(str(ops_library()))
+    library = ctypes.CDLL(str(ops_path()))
     library.tilerec_ops_schemas.restype = ctypes.c_char_p
     return {text.partition("(")[0] for text in library.tilerec_ops_schemas().decode().splitlines()}
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilerec.export.cpp_flags import ops_library
 from tilerec.export.manifest import OPS_ABI
+from tilerec.export.torch_library import ops_path
 from tilerec.ops.quantized.row_format import BITS, quantize_rows
 from tilerec.ops.search.definition import quantized
 from tilerec.torch_private import schema_of
@@ -46,7 +46,7 @@ Call = tuple[str, tuple[Any, ...]]
 
 def _library() -> ctypes.CDLL:
     """Load the library after Python has defined the ops."""
-    library = ctypes.CDLL(str(ops_library()))
+    library = ctypes.CDLL(str(ops_path()))
     library.tilerec_ops_schemas.restype = ctypes.c_char_p
     return library
 
@@ -69,7 +69,7 @@ def test_python_keeps_its_own_ops_beside_the_library() -> None:
 
 
 def test_python_may_come_after_the_library() -> None:
-    command = [sys.executable, "-W", "error", "-c", BOTH, str(ops_library())]
+    command = [sys.executable, "-W", "error", "-c", BOTH, str(ops_path())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     first, places, second = done.stdout.splitlines()
@@ -119,7 +119,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("alone")
     calls = {"quantized": _quantized_calls(), "search": _search_calls()}
     torch.save([call for own in calls.values() for call in own], folder / "calls.pt")
-    command = [sys.executable, "-c", ALONE, str(ops_library()), str(folder / "calls.pt"), str(folder / "found.pt")]
+    command = [sys.executable, "-c", ALONE, str(ops_path()), str(folder / "calls.pt"), str(folder / "found.pt")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = iter(torch.load(folder / "found.pt"))

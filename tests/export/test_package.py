@@ -27,8 +27,9 @@ from tests.export.export_models import EveryBatch, EveryKind, every_batch, every
 from tests.export.triton_stub import StubTensor, request, triton_utils
 from tilerec.errors import ConfigError, FileError, InputError
 from tilerec.export import Package, cpp_flags, export, load
-from tilerec.export.cpp_flags import ops_library
-from tilerec.export.signature import TensorSpec, flat_tensors
+from tilerec.export.arguments import flat_tensors
+from tilerec.export.signature import TensorSpec
+from tilerec.export.torch_library import ops_path
 from tilerec.export.triton_repository import write_triton
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -519,4 +520,4 @@ def test_a_cpp_program_refuses_half_a_package(binary: Path, path: Path, tmp_path
 
 def test_the_op_library_is_there_with_a_checkout_or_a_wheel() -> None:
     # Stripped, without kernels that no op calls: docs/export.md lists its parts.
-    assert ops_library().stat().st_size < 1_200_000
+    assert ops_path().stat().st_size < 1_200_000

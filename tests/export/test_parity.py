@@ -19,8 +19,8 @@ from tests.export.export_models import every_batch, every_kind, kjt
 from tilerec.cli import app
 from tilerec.errors import InputError
 from tilerec.export import Package, Parity, parity
+from tilerec.export.arguments import flat_tensors
 from tilerec.export.exporting import prepared
-from tilerec.export.signature import flat_tensors
 from tilerec.export.whole_model import whole_model
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.quantized import quantize_tables

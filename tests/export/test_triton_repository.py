@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tilerec.cli import app
 from tilerec.errors import ConfigError, FileError
 from tilerec.export.exporting import prepared
-from tilerec.export.package_file import write_package
+from tilerec.export.package_writing import write_package
 from tilerec.export.triton_repository import triton_config, write_triton
 from tilerec.export.whole_model import whole_model
 from tilerec.modules.embedding_bag import EmbeddingBagCollection

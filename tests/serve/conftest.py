@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from tilerec.errors import ConfigError
-from tilerec.export import Package
+from tilerec.export.array_package import ArrayPackage as Package
+from tilerec.export.arrays import Array, check_array
 from tilerec.export.exporting import PreparedExport, prepared
-from tilerec.export.manifest import base_hash
-from tilerec.export.package_file import weight_places, write_package
+from tilerec.export.manifest import Manifest, base_hash
+from tilerec.export.package_writing import weight_places, write_package
 from tilerec.export.whole_model import whole_model
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.serve.package_source import FileWatch
@@ -55,17 +55,22 @@ def batch(lengths: list[list[int]], ids: list[int]) -> tuple[Tensor, KeyedJagged
     return dense, KeyedJaggedTensor.from_lengths_sync(list(KEYS), torch.tensor(ids, dtype=torch.int64), flat)
 
 
-class Runner:
+class StandInPackage:
     """Runs the program of a package that was not compiled, on the package's weights."""
 
-    def __init__(self, model: nn.Module, weights: dict[str, Tensor], out_spec: str) -> None:
-        self._model, self._weights, self._out_spec = model, weights, out_spec
+    def __init__(self, manifest: Manifest, model: nn.Module) -> None:
+        self.manifest = manifest
+        self._tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        self._model = model
+        self.weights = {name: tensor.numpy() for name, tensor in self._tensors.items()}
 
-    def get_call_spec(self) -> list[str]:
-        return ["", self._out_spec]
-
-    def boxed_run(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [torch.func.functional_call(self._model, self._weights, tuple(tensors))]
+    def run(self, arrays: Sequence[Array]) -> list[Array]:
+        sizes: dict[str, int] = {}
+        for spec, array in zip(self.manifest.signature.specs(), arrays, strict=True):
+            check_array(spec, array, sizes)
+        tensors = tuple(torch.tensor(array) for array in arrays)
+        with torch.no_grad():
+            return [torch.func.functional_call(self._model, self._tensors, tensors).numpy()]
 
 
 @pytest.fixture(scope="session")
@@ -83,14 +88,11 @@ def made(small: Small) -> PreparedExport:
 @pytest.fixture(scope="session")
 def opened(made: PreparedExport) -> Callable[[Path], Package]:
     """Loads a file with the bytes `GOOD`."""
-    _, spec = pytree.tree_flatten(torch.zeros(1))
 
     def open_it(path: Path) -> Package:
         if path.read_bytes() != GOOD:
             raise ConfigError(f"Package {path}: got other bytes; expected a package.")
-        module: Any = made.program.module()
-        weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
-        return Package(made.manifest, weights, Runner(module, weights, pytree.treespec_dumps(spec)))
+        return cast(Package, StandInPackage(made.manifest, made.program.module()))
 
     return open_it
 

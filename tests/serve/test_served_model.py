@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from starlette.testclient import TestClient
 from tests.serve.conftest import GOOD, IDS, INSTANCES, LENGTHS, Small, StandInSource, batch
 from tilerec.delta import DeltaLog, DeltaWriter, follower
 from tilerec.errors import FileError
-from tilerec.export import Package
+from tilerec.export.array_package import ArrayPackage as Package
 from tilerec.serve import served_model
 from tilerec.serve.app import make_app
 from tilerec.serve.served_model import ServedModel, map_pages
@@ -120,7 +121,7 @@ def test_requests_find_the_pages_of_the_weights_mapped(opened: Opened, served_pa
     memory = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     os.close(fd)
     package = opened(served_path)
-    package.weights["large"] = torch.frombuffer(memory, dtype=torch.float32)
+    package.weights["large"] = np.frombuffer(memory, np.float32)
     map_pages(package)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     assert package.weights["large"].sum() == 0
@@ -171,7 +172,7 @@ def test_rows_of_two_states_are_named_as_such(served_path: Path, tmp_path: Path,
     bias = version.package.weights["over.bias"]
 
     def note() -> None:
-        seen.append((version.name.removeprefix(version.base), bool(bias == log.model.over.bias)))
+        seen.append((version.name.removeprefix(version.base), bool(bias == log.model.over.bias.detach().numpy())))
 
     version.lock = NotingLock(version.lock, note)  # type: ignore[assignment]
     assert model._follower is not None

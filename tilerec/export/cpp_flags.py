@@ -6,22 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tilerec.errors import ConfigError
-
-
-def ops_library() -> Path:
-    """Return the path of `libtilerec_ops.so`.
-
-    Raises:
-        ConfigError: this installation has none.
-    """
-    path = Path(__file__).parent / "lib" / "libtilerec_ops.so"
-    if not path.is_file():
-        raise ConfigError(
-            f"libtilerec_ops.so: got no {path}; expected the library of ops for C++ programs. Install a wheel that has "
-            "it, or build it in a checkout with `make native`."
-        )
-    return path
+from tilerec.export.torch_library import ops_path
 
 
 def cpp_flags() -> list[str]:
@@ -32,7 +17,7 @@ def cpp_flags() -> list[str]:
     Raises:
         ConfigError: this installation has no `libtilerec_ops.so`.
     """
-    ops, home = ops_library().parent, Path(torch.__file__).parent
+    ops, home = ops_path().parent, Path(torch.__file__).parent
     include, lib = home / "include", home / "lib"
     return [
         "-std=c++20", f"-I{Path(__file__).parent / 'cpp'}", f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",

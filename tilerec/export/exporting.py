@@ -14,10 +14,11 @@ from torch.export import ExportedProgram
 from tilerec.atomic_file import open_replacement
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.errors import ConfigError
-from tilerec.export.manifest import OPS_ABI, Manifest, TableEntry, base_hash, torch_version
-from tilerec.export.package_file import weight_places, write_package
+from tilerec.export.arguments import bound_arguments, dtype_name, example_signature
+from tilerec.export.manifest import OPS_ABI, Manifest, TableEntry, base_hash
+from tilerec.export.package_writing import weight_places, write_package
 from tilerec.export.program import output_specs, rename_hidden, traced
-from tilerec.export.signature import bound_arguments, dtype_name, example_signature
+from tilerec.export.torch_library import torch_version
 from tilerec.modules.collection import TableCollection
 from tilerec.quantized.collection import QuantTableCollection
 from tilerec.torch_private import compile_package, cpp_compiler, package_loader, submodules, uncompiled

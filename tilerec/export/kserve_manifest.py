@@ -59,7 +59,7 @@ def kserve_manifest(package: str | Path, options: KserveOptions) -> str:
             f"KServe: got the name {name!r}; expected lower-case letters, digits and '-', a letter first. Correct it."
         )
     opened = open_package(package)
-    weights = max((own.start + opened.tensors[own.name].nbytes for own in opened.manifest.weights), default=0)
+    weights = max((own.start + opened.weights[own.name].nbytes for own in opened.manifest.weights), default=0)
     memory = -(-weights // _MIB) + _SERVER_MIB + _WORKER_MIB * options.workers
     command = [
         "python", "-m", "tilerec", "serve", f"{_MODELS}/{source.name}", "--host", "0.0.0.0", "--port", "8080",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.export.manifest import OPS_ABI, Manifest, torch_version
-from tilerec.export.package_file import check_parts, check_weights, open_package
-from tilerec.export.signature import flat_tensors, is_input
+from tilerec.export.arguments import check_tensor, flat_tensors, is_input, torch_dtype
+from tilerec.export.arrays import Array
+from tilerec.export.manifest import Manifest
+from tilerec.export.package_file import check_lines, check_parts, check_weights, open_package
+from tilerec.export.versions import check_versions
 from tilerec.torch_private import package_loader, pytree
 
-_LEVELS = ("DEFAULT", "AVX2", "AVX512")
 _AGAIN = "Export the model again, or copy the file again."
 
 
@@ -64,7 +65,7 @@ class Package:
                 f"{[spec.name for spec in self._specs][:40]}. Pass them in this order."
             )
         for spec, tensor in zip(self._specs, tensors, strict=True):
-            spec.check(tensor, sizes)
+            check_tensor(spec, tensor, sizes)
         try:
             with self._running, torch.no_grad():
                 outputs: list[Tensor] = self._runner.boxed_run([tensor.contiguous() for tensor in tensors])
@@ -122,7 +123,7 @@ def load(path: str | Path, *, verify: bool = True, name: str = "") -> Package:
     what = f"Package {name or path}"
     package = open_package(path, name=name)
     manifest = package.manifest
-    _check_versions(manifest, what)
+    check_versions(manifest, what, torch.backends.cpu.get_cpu_capability())
     if verify:
         check_weights(package, what)
         check_parts(path, what)
@@ -134,40 +135,22 @@ def load(path: str | Path, *, verify: bool = True, name: str = "") -> Package:
         raise ConfigError(
             f"{what}: got '{_line(error):.400}' from torch; expected a compiled model. {_AGAIN}"
         ) from error
-    if any(stated.get(name) != text for name, text in manifest.lines().items()) or not wanted <= set(package.tensors):
-        raise ConfigError(
-            f"{what}: its manifest describes another model than its compiled part; expected the manifest of the "
-            f"export. {_AGAIN}"
-        )
-    constants = {name: package.tensors[name].detach() for name in wanted}
+    check_lines(package, stated, wanted, what)
+    tensors = as_tensors(manifest, package.weights)
+    constants = {name: tensors[name].detach() for name in wanted}
     runner.load_constants(constants, False, True, True)
-    loaded = Package(manifest, package.tensors, runner)
+    loaded = Package(manifest, tensors, runner)
     weakref.finalize(loaded, _release, list(constants.values())).atexit = False
     return loaded
+
+
+def as_tensors(manifest: Manifest, weights: Mapping[str, Array]) -> dict[str, Tensor]:
+    """Return the weights of a package as tensors in the memory of the arrays."""
+    types = {own.name: torch_dtype(own.dtype) for own in manifest.weights}
+    return {name: torch.from_numpy(array).view(types[name]) for name, array in weights.items()}
 
 
 def _release(constants: Sequence[Tensor]) -> None:
     """Take the memory from constants of a runner that has ended: torch never frees the tensors themselves."""
     for constant in constants:
         constant.set_()  # type: ignore[call-overload]
-
-
-def _check_versions(manifest: Manifest, what: str) -> None:
-    if manifest.abi != OPS_ABI:
-        raise ConfigError(
-            f"{what}: got a package for version {manifest.abi} of tilerec's ops; expected {OPS_ABI}. Export the model "
-            "again with this release."
-        )
-    if manifest.torch != torch_version():
-        raise ConfigError(
-            f"{what}: got a package of torch {manifest.torch}; expected torch {torch_version()}, which runs here. "
-            f"Export the model again, or install torch {manifest.torch}."
-        )
-    here = torch.backends.cpu.get_cpu_capability()
-    if manifest.cpu != here and not (
-        manifest.cpu in _LEVELS and here in _LEVELS and _LEVELS.index(manifest.cpu) < _LEVELS.index(here)
-    ):
-        raise ConfigError(
-            f"{what}: got a package for {manifest.cpu}; expected code for {here}, which this processor has. Export the "
-            "model on such a machine."
-        )

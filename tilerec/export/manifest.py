@@ -12,9 +12,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import torch
-
-from tilerec.export.signature import DTYPES, InputSpec, Signature, TensorSpec
+from tilerec.export.arrays import ARRAY_DTYPES
+from tilerec.export.signature import InputSpec, Signature, TensorSpec
 from tilerec.json_document import JsonValue
 
 VERSION = 1
@@ -23,11 +22,6 @@ OPS_ABI = 1
 
 
 _AGAIN = "Export the model again."
-
-
-def torch_version() -> str:
-    """Return the major and minor version of torch: `2.13`."""
-    return ".".join(str(torch.__version__).split(".")[:2])
 
 
 @dataclass(frozen=True)
@@ -144,8 +138,8 @@ def _fields(value: JsonValue, *names: str) -> dict[str, JsonValue]:
 
 
 def _dtype(value: JsonValue) -> str:
-    if value.value not in list(DTYPES):
-        raise value.error(f"one of {list(DTYPES)}", _AGAIN)
+    if value.value not in list(ARRAY_DTYPES):
+        raise value.error(f"one of {list(ARRAY_DTYPES)}", _AGAIN)
     return value.text()
 
 

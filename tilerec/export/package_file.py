@@ -5,158 +5,58 @@
     ...         manifest.json
     ...         the compiled model, as AOTInductor packages it
 
-A reader in any language finds the weights without reading the archive. torch's loader extracts only the compiled model.
+package_writing.py writes it. A reader in any language finds the weights without reading the archive. torch's loader
+extracts only the compiled model.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import math
 import mmap
 import os
-import re
 import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from tilerec.errors import ConfigError, FileError
-from tilerec.export.manifest import Manifest, Weight
-from tilerec.export.signature import DTYPES, dtype_name
+from tilerec.export.arrays import ARRAY_DTYPES, Array
+from tilerec.export.manifest import Manifest
 from tilerec.json_document import MOST_BYTES, MOST_NUMBER, parse_json
-from tilerec.quantized.row_type import ROW_TYPES
-from tilerec.storage.row_file import fetch, release
-from tilerec.torch_private import readable_op_calls
+from tilerec.spec.quantized_row import row_bytes
 
 WEIGHTS_AT = 4096
 """First byte of the weights in the file."""
+WEIGHTS = "model/data/weights/tilerec.bin"
+MANIFEST = "model/extra/tilerec.json"
+ALIGNMENT = 64
+"""Of the first byte of a weight."""
 
-_WEIGHTS = "model/data/weights/tilerec.bin"
-_MANIFEST = "model/extra/tilerec.json"
 _CODE = "model/data/aotinductor/"
-_OF_THE_COMPILER = (".kernel.cpp", ".kernel_metadata.json", "/serialization_id")
-"""Parts of a compiled model that no loader reads: a source with paths of the machine, and a hash of sources."""
-_OWN_NAME = re.compile(r"[^/]+(?=\.wrapper[._])")
-"""The compiler's name of a model, which depends on paths of the machine."""
-_ALIGNMENT = 64
 _CHUNK_BYTES = 1 << 24
 _AGAIN = "Export the model again, or copy the file again."
-
-
-def weight_places(tensors: Mapping[str, Tensor]) -> list[Weight]:
-    """Return the places of tensors in a package, in the order of their names, with their digests.
-
-    Raises:
-        ConfigError: a tensor is on another device than the CPU, or not contiguous.
-    """
-    out: list[Weight] = []
-    places: dict[tuple[object, ...], tuple[int, str]] = {}
-    end = 0
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ConfigError(
-                f"export: got the weight '{name}' on {tensor.device} with strides {tensor.stride()}; expected "
-                "contiguous memory of the CPU. Call .cpu() on the model, or .contiguous() on the weight."
-            )
-        key = tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
-        if key not in places or not tensor.numel():
-            places[key] = -(-end // _ALIGNMENT) * _ALIGNMENT, _digest(tensor)
-            end = places[key][0] + tensor.nbytes
-        start, digest = places[key]
-        out.append(Weight(name, dtype_name(tensor), tuple(tensor.shape), start, digest))
-    return out
-
-
-def write_package(file: BinaryIO, compiled: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Write a package.
-
-    Args:
-        compiled: archive of AOTInductor.
-        tensors: the weights by name.
-    """
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        with archive.open(_first_part(), "w", force_zip64=True) as out:
-            _write_weights(out, manifest, tensors)
-        archive.writestr(_part(_MANIFEST), manifest.to_json())
-        with zipfile.ZipFile(compiled) as code:
-            for name in sorted(code.namelist()):
-                if name.endswith(_OF_THE_COMPILER):
-                    continue
-                data = code.read(name)
-                if name.endswith("_metadata.json"):
-                    data = json.dumps({**json.loads(data), **manifest.lines()}).encode()
-                elif name.endswith(".json"):
-                    data = readable_op_calls(data)
-                elif name.endswith(".cpp"):
-                    data = b""  # torch < 2.13 finds the metadata by the name of this file, and does not read it
-                archive.writestr(_part(_OWN_NAME.sub("model", name)), data)
-
-
-def _part(name: str) -> zipfile.ZipInfo:
-    part = zipfile.ZipInfo(name)  # with a fixed time
-    part.external_attr = 0o644 << 16
-    return part
-
-
-def _first_part() -> zipfile.ZipInfo:
-    """Return the entry of the weights; its header ends at `WEIGHTS_AT`."""
-    part = _part(_WEIGHTS)
-    used = 30 + len(_WEIGHTS) + 20  # header, name, sizes of 64 bits
-    padding = WEIGHTS_AT - used - 4
-    part.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
-    return part
-
-
-def _write_weights(out: IO[bytes], manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    end = 0
-    for own in manifest.weights:
-        if own.start < end:  # shares the memory of an earlier one
-            continue
-        out.write(bytes(own.start - end))
-        tensor = tensors[own.name]
-        for chunk in _chunks_of(tensor):
-            out.write(chunk)
-        end = own.start + tensor.nbytes
-
-
-def _chunks_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a contiguous tensor."""
-    for chunk in tensor.detach().reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):
-        fetch(chunk)
-        yield chunk.numpy().data
-        release(chunk)
-
-
-def _digest(tensor: Tensor) -> str:
-    digest = hashlib.sha256()
-    for chunk in _chunks_of(tensor):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------------------ reading
+_ROW_BITS = {"int8": 8, "int4": 4, "int2": 2}
+"""Bits of a number of quantized rows, by the data type of their table."""
 
 
 class OpenPackage(NamedTuple):
     """A package whose weights are mapped.
 
     Attributes:
-        tensors: weights by name. Pages are read when they are used, and shared with other processes; this process alone
-            sees its writes.
+        weights: by name. Pages are read when they are used, and shared with other processes; this process alone sees
+            its writes.
     """
 
     manifest: Manifest
-    tensors: dict[str, Tensor]
+    weights: dict[str, Array]
 
 
 def open_package(path: str | Path, *, name: str = "") -> OpenPackage:
@@ -208,18 +108,18 @@ def _parts(file: BinaryIO, what: str) -> tuple[bytes, int]:
     try:
         with zipfile.ZipFile(file) as archive:
             parts = {part.filename: part for part in archive.infolist()}
-            if _MANIFEST not in parts or _WEIGHTS not in parts:
+            if MANIFEST not in parts or WEIGHTS not in parts:
                 raise ConfigError(
-                    f"{what}: got an archive without {_MANIFEST}; expected a file of tilerec.export.export(). Load "
+                    f"{what}: got an archive without {MANIFEST}; expected a file of tilerec.export.export(). Load "
                     "files of torch.export.save() or aoti_compile_and_package() with torch's functions."
                 )
-            first = parts[_WEIGHTS]
+            first = parts[WEIGHTS]
             wrong = first.header_offset != 0 or first.compress_type != zipfile.ZIP_STORED
             file.seek(26)
             name, extra = struct.unpack("<HH", file.read(4))
             if wrong or 30 + name + extra != WEIGHTS_AT or not any(own.startswith(_CODE) for own in parts):
                 raise ConfigError(f"{what}: got an archive that was packed again; expected the exported file. {_AGAIN}")
-            stated = parts[_MANIFEST]
+            stated = parts[MANIFEST]
             if stated.file_size > MOST_BYTES or stated.compress_type != zipfile.ZIP_STORED or stated.flag_bits & 1:
                 raise ConfigError(
                     f"{what}: got a manifest of {stated.file_size:,} bytes, or one that is compressed or encrypted; "
@@ -232,23 +132,24 @@ def _parts(file: BinaryIO, what: str) -> tuple[bytes, int]:
         ) from error
 
 
-def _mapped(manifest: Manifest, memory: mmap.mmap, size: int, what: str) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
+def _mapped(manifest: Manifest, memory: mmap.mmap, size: int, what: str) -> dict[str, Array]:
+    out: dict[str, Array] = {}
     for own in manifest.weights:
-        dtype, count = DTYPES[own.dtype], math.prod(own.shape)
+        dtype, count = ARRAY_DTYPES[own.dtype], math.prod(own.shape)
         too_large = math.prod(max(1, length) for length in own.shape) > MOST_NUMBER
-        if own.start % _ALIGNMENT or too_large or own.start + count * dtype.itemsize > size:
+        if own.start % ALIGNMENT or too_large or own.start + count * dtype.itemsize > size:
             raise ConfigError(
                 f"{what}: manifest: weight '{own.name}' of shape {list(own.shape)} begins at byte {own.start}; "
                 f"expected a place in the {size} bytes of the weights. {_AGAIN}"
             )
-        flat = torch.empty(0, dtype=dtype)
+        flat = np.empty(0, dtype)
         if count:
-            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=WEIGHTS_AT + own.start)
-        out[own.name] = flat.view(own.shape)
+            flat = np.frombuffer(memory, dtype, count, WEIGHTS_AT + own.start)
+        out[own.name] = flat.reshape(own.shape)
     for table in manifest.tables:
         rows = out.get(table.weight)
-        width = ROW_TYPES[table.data_type].width(table.dim) if table.data_type in ROW_TYPES else table.dim
+        bits = _ROW_BITS.get(table.data_type, 0)
+        width = row_bytes(table.dim, bits) if bits else table.dim
         if rows is None or tuple(rows.shape) != (table.rows, width):
             got = "no weight" if rows is None else f"the shape {list(rows.shape)}"
             raise ConfigError(
@@ -258,14 +159,36 @@ def _mapped(manifest: Manifest, memory: mmap.mmap, size: int, what: str) -> dict
     return out
 
 
+def check_lines(package: OpenPackage, stated: Mapping[str, str], wanted: set[str], what: str) -> None:
+    """Raise a `ConfigError` if the manifest describes another model than the compiled part.
+
+    Args:
+        stated: texts of the compiled part.
+        wanted: names of the weights that it reads.
+    """
+    lines = package.manifest.lines()
+    if any(stated.get(name) != text for name, text in lines.items()) or not wanted <= set(package.weights):
+        raise ConfigError(
+            f"{what}: its manifest describes another model than its compiled part; expected the manifest of the "
+            f"export. {_AGAIN}"
+        )
+
+
 def check_weights(package: OpenPackage, what: str) -> None:
     """Raise a `ConfigError` if the weights are not those that the manifest describes. Reads all of them."""
     for own in package.manifest.weights:
-        if _digest(package.tensors[own.name]) != own.sha256:
+        if _digest(package.weights[own.name]) != own.sha256:
             raise ConfigError(
                 f"{what}: weight '{own.name}' has other bytes than the manifest states; expected digest "
                 f"{own.sha256[:16]}. {_AGAIN}"
             )
+
+
+def _digest(weight: Array) -> str:
+    digest, flat = hashlib.sha256(), weight.reshape(-1).view(np.uint8)
+    for start in range(0, flat.size, _CHUNK_BYTES):
+        digest.update(flat[start : start + _CHUNK_BYTES].data)
+    return digest.hexdigest()
 
 
 def check_parts(path: str | Path, what: str) -> None:
@@ -273,7 +196,7 @@ def check_parts(path: str | Path, what: str) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             for part in archive.infolist():
-                if part.filename != _WEIGHTS:
+                if part.filename != WEIGHTS:
                     archive.read(part)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise ConfigError(f"{what}: got a damaged part ({error}); expected the exported file. {_AGAIN}") from error

@@ -9,15 +9,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from tilerec.errors import ConfigError, TilerecError
-from tilerec.export.signature import (
-    Signature,
-    TensorSpec,
-    dtype_name,
-    dynamic_sizes,
-    flat_tensors,
-    is_input,
-    with_flat_forward,
-)
+from tilerec.export.arguments import dtype_name, dynamic_sizes, flat_tensors, is_input, with_flat_forward
+from tilerec.export.signature import Signature, TensorSpec
 from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.torch_private import any_sizes, pytree, submodules
 

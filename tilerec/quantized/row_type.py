@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tilerec.errors import ConfigError
-from tilerec.ops.quantized.row_format import row_bytes
+from tilerec.spec.quantized_row import row_bytes
 from tilerec.spec.table import DataType
 
 

@@ -40,7 +40,7 @@ def parity(
         import torch
 
         from tilerec.export.loading import load
-        from tilerec.export.parity import parity as compare
+        from tilerec.export.serving_parity import parity as compare
         from tilerec.run_cli.export import one_tower
         from tilerec.train.trained_run import find_trained
         from tilerec.train.world import World
@@ -77,13 +77,19 @@ def logged_batch(path: Path, manifest: Manifest) -> dict[str, Tensor]:
     Raises:
         InputError: the file cannot be read, or the request does not fit the package.
     """
+    import torch
+
+    from tilerec.export.arguments import torch_dtype
     from tilerec.serve.wire import SAFETENSORS, parse
 
     try:
         body = path.read_bytes()
-        tensors = parse(body, SAFETENSORS if path.suffix == ".safetensors" else "application/json", manifest).tensors
+        arrays = parse(body, SAFETENSORS if path.suffix == ".safetensors" else "application/json", manifest).tensors
     except OSError as error:
         raise InputError(f"{path}: got '{error.strerror}'; expected the file of a request. Check the path.") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    return {spec.name: tensor for spec, tensor in zip(manifest.signature.specs(), tensors, strict=True)}
+    return {
+        spec.name: torch.tensor(array).view(torch_dtype(spec.dtype))
+        for spec, array in zip(manifest.signature.specs(), arrays, strict=True)
+    }

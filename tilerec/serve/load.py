@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
+from tilerec.export.arguments import torch_dtype
 from tilerec.export.manifest import Manifest
-from tilerec.export.signature import BATCH, DTYPES
+from tilerec.export.signature import BATCH
 from tilerec.serve.wire import ALIVE, SAFETENSORS
 
 BOUNDS_MS = {"MLPerf DLRM v1": 30.0, "MLPerf DLRM-v2": 60.0}
@@ -88,7 +89,7 @@ def sample_inputs(manifest: Manifest, samples: int, ids: int, generator: torch.G
     for own in manifest.signature.inputs:
         keys = own.keys or (own.name,)
         for spec in own.tensors:
-            dtype = DTYPES[spec.dtype]
+            dtype = torch_dtype(spec.dtype)
             part = spec.name.rpartition(".")[2] if own.kind != "Tensor" else ""
             count = len(keys) * samples * ids
             if part == "values":

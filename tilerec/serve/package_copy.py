@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from tilerec.errors import ConfigError, FileError
-from tilerec.export.loading import Package, load
+from tilerec.export.array_package import ArrayPackage, load_arrays
 from tilerec.export.package_file import WEIGHTS_AT, OpenPackage, check_parts, open_file, open_package
 
 CHUNK_BYTES = 1 << 20
@@ -59,13 +59,13 @@ class PackageCopy:
     def __init__(self, fd: int, name: str) -> None:
         self.fd, self.name = fd, name
 
-    def load(self) -> Package:
+    def load(self) -> ArrayPackage:
         """Return the package on this memory. Other processes share its pages, until one of them writes to a page.
 
         Raises:
             ConfigError: it was made for other ops, another torch or wider vectors than this machine has.
         """
-        return load(_path(self.fd), verify=False, name=self.name)
+        return load_arrays(_path(self.fd), verify=False, name=self.name)
 
     def close(self) -> None:
         """Close the descriptor. Loaded packages keep the memory."""
@@ -115,7 +115,7 @@ def _fill(fd: int, source: int, name: str) -> None:
     assert before is not None
     try:
         stated = open_package(_path(source), name=name)
-        weights = {(own.start, stated.tensors[own.name].nbytes) for own in stated.manifest.weights}
+        weights = {(own.start, stated.weights[own.name].nbytes) for own in stated.manifest.weights}
         end = WEIGHTS_AT + max((start + size for start, size in weights), default=0)
         os.truncate(fd, before.size)
         _copy(fd, source, 0, WEIGHTS_AT)
@@ -154,7 +154,7 @@ def _check(fd: int, stated: OpenPackage, digests: dict[tuple[int, int], str], na
     if open_package(_path(fd), name=name).manifest != stated.manifest:
         raise _changed(name)
     for own in stated.manifest.weights:
-        if digests[own.start, stated.tensors[own.name].nbytes] != own.sha256:
+        if digests[own.start, stated.weights[own.name].nbytes] != own.sha256:
             raise ConfigError(
                 f"{what}: weight '{own.name}' has other bytes than the manifest states; expected digest "
                 f"{own.sha256[:16]}. Export the model again, or copy the file again."

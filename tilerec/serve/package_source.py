@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol, final
 
-from tilerec.export.loading import Package
+from tilerec.export.array_package import ArrayPackage
 from tilerec.serve.package_copy import copy_package, mark_of
 
 
@@ -16,7 +16,7 @@ class PackageSource(Protocol):
     def name(self) -> str:
         """Path of the file, for messages."""
 
-    def take(self) -> Package | None:
+    def take(self) -> ArrayPackage | None:
         """Return a version that was not returned before; None if there is none.
 
         The first call returns a version or raises.
@@ -58,7 +58,7 @@ class FileSource:
         self.name = str(path)
         self._watch: FileWatch | None = None
 
-    def take(self) -> Package | None:
+    def take(self) -> ArrayPackage | None:
         """Return the file's package if it is another one than at the last call."""
         if self._watch is None:
             self._watch = FileWatch(self.name)

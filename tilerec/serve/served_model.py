@@ -12,20 +12,23 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from tilerec.delta.follower import Follower
-from tilerec.delta.record import DeltaRecord
-from tilerec.delta.request_lock import RequestLock
 from tilerec.errors import TilerecError
-from tilerec.export.loading import Package
+from tilerec.export.array_package import ArrayPackage
+from tilerec.export.arrays import ARRAY_DTYPES, Array
 from tilerec.export.manifest import Manifest
-from tilerec.export.signature import BATCH, DTYPES
+from tilerec.export.signature import BATCH
 from tilerec.serve.package_source import PackageSource
+
+if TYPE_CHECKING:
+    from tilerec.delta.follower import Follower
+    from tilerec.delta.record import DeltaRecord
+    from tilerec.delta.request_lock import RequestLock
 
 _LOG = logging.getLogger("tilerec.serve")
 
@@ -33,7 +36,7 @@ _LOG = logging.getLogger("tilerec.serve")
 class Answer(NamedTuple):
     """Outputs of a batch. version: `Version.name` while it ran."""
 
-    outputs: list[Tensor]
+    outputs: list[Array]
     version: str
 
 
@@ -47,28 +50,35 @@ class Version:
             `3f09a1c2b7d4@16..17`, rows of both, while state 17 is written.
         record: of the published state; None: the package's own weights, or rows of several states.
         lock: held by a batch, and by a follower for a few rows at a time, so no batch reads a row that is half new.
+
+    Args:
+        follows: the weights will follow a log (`follow`). This imports torch.
     """
 
-    def __init__(self, package: Package) -> None:
+    def __init__(self, package: ArrayPackage, *, follows: bool = False) -> None:
         self.package = package
         self.base = self.name = package.manifest.base[:12]
         self.record: DeltaRecord | None = None
         self.loaded = time.time()
-        self.lock = RequestLock()
+        self.lock: RequestLock | AbstractContextManager[object] = _request_lock() if follows else nullcontext()
         self._state = ""
 
     @property
     def manifest(self) -> Manifest:
         return self.package.manifest
 
-    def run(self, tensors: Sequence[Tensor]) -> Answer:
-        """Return the tensors of the outputs, as `Package.run`, and the state of the weights that made them."""
+    def run(self, tensors: Sequence[Array]) -> Answer:
+        """Return the arrays of the outputs, as `ArrayPackage.run`, and the state of the weights that made them."""
         with self.lock:
             return Answer(self.package.run(tensors), self.name)
 
     def follow(self, deltas: str | Path) -> Follower:
         """Return a follower of these weights, at the newest base of a log. Raises as `Follower`."""
-        return Follower(deltas, self.package.weights, lock=self.lock, partial=True, noted=self._note)
+        from tilerec.delta.follower import Follower
+        from tilerec.export.loading import as_tensors
+
+        tensors = as_tensors(self.manifest, self.package.weights)
+        return Follower(deltas, tensors, lock=self.lock, partial=True, noted=self._note)
 
     def _note(self, record: DeltaRecord, complete: bool) -> None:
         """Name the weights. Called while the lock is held."""
@@ -105,7 +115,7 @@ class ServedModel:
         self._errors = {"source": "", "log": ""}
         first = source.take()
         assert first is not None
-        self.version = tried(first)
+        self.version = self._tried(first)
         self._follow()
         self._pages = threading.Thread(target=map_pages, args=(first,), name="pages", daemon=True)
         self._pages.start()
@@ -135,7 +145,7 @@ class ServedModel:
         try:
             package = self._source.take()
             if package is not None:
-                self._waiting = tried(package)
+                self._waiting = self._tried(package)
                 map_pages(package)
         except (TilerecError, OSError) as error:
             self._waiting = None
@@ -143,6 +153,9 @@ class ServedModel:
         if self._waiting is not None:
             self._replace(self._waiting)
         self._follow()
+
+    def _tried(self, package: ArrayPackage) -> Version:
+        return tried(package, follows=self._deltas is not None)
 
     def _replace(self, version: Version) -> None:
         """Let a version serve once it has the newest published state: rows never go back to an older one."""
@@ -187,32 +200,38 @@ class ServedModel:
             self._keep("log", error, "refused")
 
 
-def tried(package: Package) -> Version:
+def _request_lock() -> RequestLock:
+    from tilerec.delta.request_lock import RequestLock
+
+    return RequestLock()
+
+
+def tried(package: ArrayPackage, *, follows: bool = False) -> Version:
     """Return a package that has run one sample without ids: no request waits for what the first call prepares.
 
     Raises:
         TilerecError: it cannot run.
     """
     package.run(_nothing(package.manifest))
-    return Version(package)
+    return Version(package, follows=follows)
 
 
-def map_pages(package: Package) -> None:
+def map_pages(package: ArrayPackage) -> None:
     """Read a byte of each page of the weights.
 
     The first read of a page by a process maps it and its neighbours. 14,900 such reads took 74 ms of a worker's first
     request of 649 samples, whose own work takes 18 (1.04 GB, Intel Xeon). In order, 1 GB takes 0.1 s.
     """
     for weight in package.weights.values():
-        weight.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()
+        weight.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE].sum()
 
 
-def _nothing(manifest: Manifest) -> list[Tensor]:
+def _nothing(manifest: Manifest) -> list[Array]:
     """Return the inputs of a batch of one sample without ids."""
     return [
-        torch.zeros(
+        np.zeros(
             [1 if size == BATCH else size if isinstance(size, int) else 0 for size in spec.shape],
-            dtype=DTYPES[spec.dtype],
+            ARRAY_DTYPES[spec.dtype],
         )
         for spec in manifest.signature.specs()
     ]

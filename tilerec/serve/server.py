@@ -1,6 +1,6 @@
 """`run_server`: worker processes that serve a package on one socket.
 
-    parent   imports torch, binds the socket, reads the package into memory, and watches the file (workers.py)
+    parent   loads torch's C++ libraries, binds the socket, reads the package, and watches the file (workers.py)
       |  fork, so a worker starts in a fraction of a second and shares the parent's pages
     workers  each maps that memory, takes connections from the socket, and batches its own requests (worker.py)
 
@@ -24,8 +24,11 @@ from tilerec.serve.server_options import ServerOptions
 if TYPE_CHECKING:
     from rich.console import Console
 
-_IMPORTS = ("tilerec.serve.app", "tilerec.serve.endpoints", "tilerec.serve.workers", "uvicorn", "safetensors.torch")
-"""Modules of the workers. The parent imports them while it reads the package, and workers share them."""
+_IMPORTS = ("tilerec.serve.app", "tilerec.serve.endpoints", "tilerec.serve.workers", "uvicorn", "safetensors")
+"""Modules of the workers. The parent imports them while it reads the package, and workers share them. torch's are not
+among them: they took most of the time of a start."""
+_IMPORTS_OF_DELTAS = ("tilerec.delta.follower",)
+"""Imports torch."""
 
 
 def run_server(
@@ -43,13 +46,15 @@ def run_server(
     with listen(options.host, options.port) as listener, worker_metrics():
         host, port = listener.getsockname()[:2]
         # Without the pause, collections take 0.18 s of the start.
-        with phase("load PyTorch and the package", console), gc_paused(), ThreadPoolExecutor(1, "copy") as thread:
+        with phase("load the package", console), gc_paused(), ThreadPoolExecutor(1, "copy") as thread:
+            from tilerec.export.torch_library import ops_library
             from tilerec.serve.package_copy import copy_package
             from tilerec.serve.package_source import FileWatch
 
             watch = FileWatch(options.path)
             copying = thread.submit(copy_package, options.path)
-            for name in _IMPORTS:
+            ops_library()
+            for name in _IMPORTS + (_IMPORTS_OF_DELTAS if options.deltas else ()):
                 importlib.import_module(name)
             copy = copying.result()
         from tilerec.serve.workers import Workers

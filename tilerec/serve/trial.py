@@ -8,9 +8,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext
 from typing import final
 
-import torch
-
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.export.torch_library import set_threads
 from tilerec.serve.package_copy import PackageCopy, copy_package, new_memory
 from tilerec.serve.served_model import tried
 from tilerec.serve.worker import follow_parent
@@ -75,7 +74,7 @@ class Trial:
 def _try(path: str, fd: int, answer: Connection, parent: int) -> None:
     follow_parent(parent)
     os.nice(_NICENESS)
-    torch.set_num_threads(1)
+    set_threads(1)
     try:
         tried(copy_package(path, fd).load())
     except (TilerecError, OSError) as error:

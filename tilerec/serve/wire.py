@@ -20,16 +20,22 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from tilerec.errors import InputError
+from tilerec.export.arrays import ARRAY_DTYPES, Array, array_of, floats_of, is_float
 from tilerec.export.manifest import Manifest
-from tilerec.export.signature import BATCH, DTYPES, InputSpec, TensorSpec
+from tilerec.export.signature import BATCH, InputSpec, TensorSpec
 
 MOST_SAMPLES = 1 << 16
 """Of a request. A body of 64 MiB may have ten million samples without ids, and their outputs need far more memory."""
 SAFETENSORS = "application/octet-stream"
+_SAFETENSORS_TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL", "complex64": "C64",
+}  # fmt: skip
+"""Types of safetensors files, by ours."""
 ALIVE = "alive"
 """Body of the answer to GET /healthz."""
 
@@ -41,7 +47,7 @@ class AnswerError(Exception):
 class Query(NamedTuple):
     """A request: the tensors of the manifest's inputs, its samples, and the form of its answer."""
 
-    tensors: list[Tensor]
+    tensors: list[Array]
     samples: int
     form: str
 
@@ -70,7 +76,7 @@ def parse(body: bytes, content_type: str, manifest: Manifest) -> Query:
     return _of_columns(data["inputs"], manifest)
 
 
-def answer(query: Query, outputs: Sequence[Tensor], manifest: Manifest, version: str) -> tuple[bytes, str]:
+def answer(query: Query, outputs: Sequence[Array], manifest: Manifest, version: str) -> tuple[bytes, str]:
     """Return the body and the content type of an answer.
 
     Raises:
@@ -78,27 +84,27 @@ def answer(query: Query, outputs: Sequence[Tensor], manifest: Manifest, version:
     """
     named = {spec.name: tensor for spec, tensor in zip(manifest.outputs, outputs, strict=True)}
     if query.form == "safetensors":
-        from safetensors.torch import save
-
-        return save({name: tensor.contiguous() for name, tensor in named.items()}), SAFETENSORS
-    lists = {name: _listed(name, tensor) for name, tensor in named.items()}
+        return _safetensors(named, {spec.name: spec.dtype for spec in manifest.outputs}), SAFETENSORS
+    lists = {spec.name: _listed(spec, named[spec.name]) for spec in manifest.outputs}
     if query.form == "columns":
         return json.dumps({"outputs": lists, "version": version}).encode(), "application/json"
     samples = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
     return json.dumps({"predictions": samples, "version": version}).encode(), "application/json"
 
 
-def _listed(name: str, tensor: Tensor) -> Any:
+def _listed(spec: TensorSpec, array: Array) -> Any:
     """Return the numbers as lists, exact; null for infinities, which JSON lacks."""
-    if not tensor.is_floating_point():
-        return tensor.tolist()
-    listed = tensor.double().tolist()
-    if bool(tensor.isfinite().all()):
+    if not is_float(spec.dtype):
+        return array.tolist()
+    numbers = floats_of(array, spec.dtype)
+    listed = numbers.tolist()
+    if bool(np.isfinite(numbers).all()):
         return listed
-    if bool(tensor.isnan().any()):
+    if bool(np.isnan(numbers).any()):
         raise AnswerError(
-            f"Output '{name}': got nan at {tensor.isnan().nonzero()[0].tolist()}; expected numbers: the model's "
-            "weights are damaged, or it has no output for this input. Look at the newest version and its training."
+            f"Output '{spec.name}': got nan at {np.argwhere(np.isnan(numbers))[0].tolist()}; expected numbers: the "
+            "model's weights are damaged, or it has no output for this input. Look at the newest version and its "
+            "training."
         )
     return _finite(listed)
 
@@ -112,20 +118,44 @@ def _finite(value: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------- safetensors
 
 
+def _safetensors(arrays: Mapping[str, Array], types: Mapping[str, str]) -> bytes:
+    """Return a safetensors file: the size of its header, the header, the arrays.
+
+    The functions of the package safetensors differ between its versions.
+    """
+    header, end = {}, 0
+    for name, array in arrays.items():
+        start, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": _SAFETENSORS_TYPES[types[name]], "shape": array.shape, "data_offsets": [start, end],
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays.values())])
+
+
 def _of_tensors(body: bytes, manifest: Manifest) -> Query:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
+    from safetensors import SafetensorError, deserialize
 
     try:
-        found = load(body)
+        found = dict(deserialize(body))
     except (SafetensorError, ValueError, KeyError) as error:
         raise InputError(
             f"Request: got a body that is no safetensors file ({error}); expected one. Send it again."
         ) from error
     specs = manifest.signature.specs()
     _check_names("the tensors", set(found), {spec.name for spec in specs}, complete=True)
-    tensors = [found[spec.name] for spec in specs]
-    return Query(tensors, _samples(tensors, specs), "safetensors")
+    arrays = [_array_of_part(found[spec.name], spec) for spec in specs]
+    return Query(arrays, _samples(arrays, specs), "safetensors")
+
+
+def _array_of_part(part: Mapping[str, Any], spec: TensorSpec) -> Array:
+    if part["dtype"] != _SAFETENSORS_TYPES.get(spec.dtype):
+        raise InputError(
+            f"Input '{spec.name}': got {part['dtype']}; expected {spec.dtype}, as in the example of the export. "
+            "Convert it."
+        )
+    return np.frombuffer(part["data"], ARRAY_DTYPES[spec.dtype]).reshape(part["shape"])
 
 
 # ------------------------------------------------------------------------------------------------------------ columns
@@ -134,7 +164,7 @@ def _of_tensors(body: bytes, manifest: Manifest) -> Query:
 def _of_columns(data: Any, manifest: Manifest) -> Query:
     inputs = manifest.signature.inputs
     _check_names("the inputs", _keys(data, "inputs"), {own.name for own in inputs}, complete=True)
-    tensors: list[Tensor] = []
+    tensors: list[Array] = []
     for own in inputs:
         value = data[own.name]
         if own.kind == "Tensor":
@@ -146,29 +176,34 @@ def _of_columns(data: Any, manifest: Manifest) -> Query:
     return Query(tensors, _samples(tensors, manifest.signature.specs()), "columns")
 
 
-def _tensor(value: Any, spec: TensorSpec) -> Tensor:
-    dtype = DTYPES[spec.dtype]
+def _tensor(value: Any, spec: TensorSpec) -> Array:
+    floats = is_float(spec.dtype) or spec.dtype.startswith("complex")
     try:
-        tensor = torch.tensor(value) if value or not isinstance(value, list) else torch.empty(0, dtype=dtype)
-        if tensor.numel() and tensor.is_floating_point() and not dtype.is_floating_point:
+        found = np.array(value) if value or not isinstance(value, list) else np.empty(0, np.int64)
+        if found.dtype.kind not in "biuf":
+            raise ValueError("other values than numbers, or rows of different lengths")
+        if found.size and found.dtype.kind == "f" and not floats:
             raise ValueError("numbers with a point")
-        if tensor.dtype is torch.bool and dtype is not torch.bool:
+        if found.dtype.kind == "b" and spec.dtype != "bool":
             raise ValueError("true or false")
-        tensor = torch.tensor(value, dtype=dtype)  # once more: not by way of float32
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        made = array_of(found, spec.dtype)
+        if not floats and spec.dtype != "bool" and not np.array_equal(made, found):
+            raise ValueError(f"numbers outside of its range, as {found[made != found].flat[0]}")
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(
             f"Input '{spec.name}': got values that are no {spec.dtype} tensor ({error}); expected [{_shape(spec)}]. "
             "Correct them."
         ) from None
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-        at = (~tensor.isfinite()).nonzero()[0].tolist()
-        raise InputError(
-            f"Input '{spec.name}': got a number outside of the range of {spec.dtype} at {at}; expected finite numbers. "
-            "Correct it."
-        )
-    if not tensor.numel() and tensor.dim() < len(spec.shape):  # [] for no samples
-        tensor = tensor.reshape(*(0 if isinstance(size, str) else size for size in spec.shape))
-    return tensor
+    if is_float(spec.dtype):
+        finite = np.isfinite(floats_of(made, spec.dtype))
+        if not bool(finite.all()):
+            raise InputError(
+                f"Input '{spec.name}': got a number outside of the range of {spec.dtype} at "
+                f"{np.argwhere(~finite)[0].tolist()}; expected finite numbers. Correct it."
+            )
+    if not made.size and made.ndim < len(spec.shape):  # [] for no samples
+        made = made.reshape([0 if isinstance(size, str) else size for size in spec.shape])
+    return made
 
 
 def _no_number(word: str) -> Any:
@@ -191,7 +226,7 @@ def _of_instances(data: Any, manifest: Manifest) -> Query:
     names = {own.name for own in inputs}
     for sample in data:
         _check_names("a sample", _keys(sample, "a sample"), names, complete=False)
-    tensors: list[Tensor] = []
+    tensors: list[Array] = []
     for own in inputs:
         values = [sample.get(own.name) for sample in data]
         if own.kind == "Tensor":
@@ -203,7 +238,7 @@ def _of_instances(data: Any, manifest: Manifest) -> Query:
     return Query(tensors, len(data), "instances")
 
 
-def _jagged(own: InputSpec, values: list[Any]) -> list[Tensor]:
+def _jagged(own: InputSpec, values: list[Any]) -> list[Array]:
     """Return the tensors of a jagged input: of each key the ids of all samples."""
     specs = {spec.name.rpartition(".")[2]: spec for spec in own.tensors}
     weighted = "weights" in specs
@@ -222,6 +257,11 @@ def _jagged(own: InputSpec, values: list[Any]) -> list[Tensor]:
                 _check_names(f"input '{own.name}'", _keys(bag, own.name), {"ids", "weights"}, complete=True)
                 weights.extend(bag["weights"])
                 bag = bag["ids"]
+            elif isinstance(bag, Mapping) and "weights" in bag:
+                raise InputError(
+                    f"Input '{own.name}': got weights for the ids of '{key}'; expected none: the model reads none. "
+                    "Send the ids as a list."
+                )
             if not isinstance(bag, list):
                 raise InputError(
                     f"Input '{own.name}': got {type(bag).__name__} as the ids of '{key}'; expected a list. Correct it."
@@ -262,10 +302,10 @@ def _too_many(samples: int) -> InputError:
     )
 
 
-def _samples(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> int:
+def _samples(tensors: Sequence[Array], specs: Sequence[TensorSpec]) -> int:
     """Return the number of samples; shapes are checked when the package runs."""
     for tensor, spec in zip(tensors, specs, strict=True):
-        if BATCH in spec.shape and tensor.dim() > spec.shape.index(BATCH):
+        if BATCH in spec.shape and tensor.ndim > spec.shape.index(BATCH):
             samples = tensor.shape[spec.shape.index(BATCH)]
             if samples > MOST_SAMPLES:
                 raise _too_many(samples)

@@ -13,10 +13,9 @@ import socket
 import sys
 from typing import final
 
-import torch
-
 from tilerec.errors import ConfigError, TilerecError
-from tilerec.export.loading import Package
+from tilerec.export.array_package import ArrayPackage
+from tilerec.export.torch_library import set_threads
 from tilerec.serve.metrics import ServerMetrics
 from tilerec.serve.package_copy import PackageCopy
 from tilerec.serve.served_model import ServedModel
@@ -42,7 +41,7 @@ class WorkerSource:
         self._first: PackageCopy | None = copy
         self._channel = channel
 
-    def take(self) -> Package | None:
+    def take(self) -> ArrayPackage | None:
         """Return the version of the next message; raise `ConfigError` for one with a reason."""
         copy, self._first = self._first, None
         if copy is None:
@@ -89,7 +88,7 @@ def serve_in_worker(
 ) -> None:
     """Serve until SIGTERM; the whole life of a worker process."""
     follow_parent(parent)
-    torch.set_num_threads(options.threads)
+    set_threads(options.threads)
     import uvicorn
 
     from tilerec.serve.app import make_app

@@ -8,7 +8,8 @@ import torch
 
 from tilerec.errors import InputError
 from tilerec.ops.lookup.checks import raise_other_dim
-from tilerec.ops.quantized.row_format import BITS, row_bytes
+from tilerec.ops.quantized.row_format import BITS
+from tilerec.spec.quantized_row import row_bytes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Data types of tables that are not quantized."""

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
+from tilerec.spec.quantized_row import HEAD_BYTES, row_bytes
 
 BITS = (8, 4, 2)
-HEAD_BYTES = 4
 LARGEST = torch.finfo(torch.float16).max
 """Largest magnitude of a number that can be quantized: scale and bias are fp16."""
 
@@ -37,11 +37,6 @@ LARGEST = torch.finfo(torch.float16).max
 _CPU_CHUNK, _GPU_CHUNK = 1 << 14, 1 << 22
 
 _WHOLE = 1.5 * 2**23  # fp32 numbers of this size have steps of 1
-
-
-def row_bytes(dim: int, bits: int) -> int:
-    """Return the bytes of a quantized row. Example: 64 columns of 4 bits -> 36; 3 columns of 2 bits -> 8."""
-    return HEAD_BYTES + (-(-dim * bits // 8) + 3) // 4 * 4
 
 
 def check_quantizable(rows_RD: Tensor, name: str, first_row: int = 0) -> None:

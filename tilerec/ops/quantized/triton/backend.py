@@ -22,12 +22,12 @@ from tilerec.ops.lookup.triton.layout import check_memory, check_tables, types_o
 from tilerec.ops.quantized.calls import QuantizedPooledCall, QuantizedSequenceCall
 from tilerec.ops.quantized.checks import check_one_dim, check_rows
 from tilerec.ops.quantized.definition import quantized_pooled_reference, quantized_sequence_reference
-from tilerec.ops.quantized.row_format import row_bytes
 from tilerec.ops.quantized.triton.kernels import quantized_pooled_kernel, quantized_sequence_kernel
 from tilerec.ops.runtime.triton.addresses import base_and_distances, cached_per_stream, ceil_div, constants
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.rows import reads
+from tilerec.spec.quantized_row import row_bytes
 
 _TILE = 128  # most columns of a tile
 _GROUP_NUMBERS = 512  # columns of all rows of a group: 16 per lane

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import InputError
+from tilerec.export.arguments import value_of
 from tilerec.export.loading import Package
 from tilerec.export.manifest import TableEntry
 from tilerec.export.signature import InputSpec
@@ -147,7 +148,7 @@ def _of_model(package: Package, model: nn.Module, tensors: Sequence[Tensor]) -> 
     values: list[object] = []
     at = 0
     for own in package.manifest.signature.inputs:
-        values.append(_with_all_features(own.value_of(tensors[at : at + len(own.tensors)]), own, model))
+        values.append(_with_all_features(value_of(own, tensors[at : at + len(own.tensors)]), own, model))
         at += len(own.tensors)
     structure = pytree.treespec_loads(package.manifest.signature.structure)
     out: list[Tensor] = pytree.tree_leaves(model(*pytree.tree_unflatten(values, structure)))
