@@ -34,8 +34,8 @@ def test_this_installation_is_healthy_and_every_check_has_a_line() -> None:
     assert code == 0, "\n".join(lines)
     assert lines[-1].startswith("0 broken, ")
     names = "\n".join(lines)
-    checks = ("tilerec", "python", "torch", "packages", "native library", "C++ compiler", "lookup on cpu", "GPUs")
-    for name in checks:
+    parts = ("tilerec", "python", "torch", "packages", "native library", "C++ compiler", "Triton", "GPUs")
+    for name in (*parts, "lookup on cpu"):
         assert f" {name} " in names
     assert any("gloo all-reduce of 1 and 2: [3.0, 3.0]" in line for line in lines)
     assert all(line.isascii() for line in lines)

@@ -44,6 +44,16 @@ z = torch.ops.fbgemm.dense_to_jagged
 """
 
 
+def test_private_attributes_of_torchrec_are_listed_and_those_of_the_program_are_not() -> None:
+    program = "print(model._plan.plan)\nids = kjt._values\n\nclass A:\n    def f(self):\n        return self._weights\n"
+    ported = port(program)
+    assert ported.text == program
+    assert ported.notes == [
+        (1, "_plan: private to TorchRec's objects; tilerec's have plan"),
+        (2, "_values: private to TorchRec's objects; tilerec's have values()"),
+    ]
+
+
 def test_imports_and_uses_are_rewritten_and_the_rest_is_listed() -> None:
     ported = port(PROGRAM)
     assert ported.text == PORTED

@@ -24,6 +24,10 @@ _PUBLIC = ("tilerec", *(f"tilerec.{name}" for name in (
 )))  # fmt: skip
 """Packages whose public names replace classes that only extend them."""
 
+_PARTS = ("keys", "values", "lengths", "weights", "offsets")
+_PRIVATE = {"_plan": "plan", **{f"_{name}": f"{name}()" for name in _PARTS}}
+"""Private attributes of TorchRec's objects that programs read -> the public ones of tilerec's."""
+
 _TORCH_ATTACH = "torch.distributed.optim", "_apply_optimizer_in_backward"
 
 
@@ -87,7 +91,11 @@ class _Port:
                 self._import(node)
         parents = {id(child): node for node in ast.walk(self._tree) for child in ast.iter_child_nodes(node)}
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.Attribute) and not isinstance(parents.get(id(node)), ast.Attribute):
+            if not isinstance(node, ast.Attribute):
+                continue
+            if node.attr in _PRIVATE and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                self._note(node, f"{node.attr}: private to TorchRec's objects; tilerec's have {_PRIVATE[node.attr]}")
+            if not isinstance(parents.get(id(node)), ast.Attribute):
                 self._chain(node)
         self._remove_unused()
         if self._anchor is not None and self._added:

@@ -70,7 +70,8 @@ class LFU_EvictionPolicy(MCHEvictionPolicy):
 
     Args:
         threshold_filtering_func: not supported; any value but None raises. It filters by the counts of a history that
-            one rank would have to hold. Use `admission_threshold` of the module, which counts each id in its bucket.
+            one rank would have to hold. Use `admission_threshold` of the module, which counts each id in its bucket, or
+            the policy of `tilerec.compat.eviction`, which filters the ids of each rank.
     """
 
     def __init__(self, threshold_filtering_func: Callable[..., Any] | None = None) -> None:
@@ -207,5 +208,6 @@ def _no_filter(who: str, function: Callable[..., Any] | None) -> None:
     if function is not None:
         raise ConfigError(
             f"{who}: threshold_filtering_func is not supported: it needs the counts of all new ids, which lie on many "
-            "ranks. Leave it out and set admission_threshold=k on the module: an id gets a row at its k-th occurrence."
+            "ranks. Leave it out and set admission_threshold=k on the module: an id gets a row at its k-th occurrence. "
+            "Or take the policy of tilerec.compat.eviction, which filters the ids of each rank."
         )
