@@ -217,6 +217,20 @@ def test_caches_that_come_and_go_after_the_sharding_leave_the_copies_where_they_
     run_virtual_ranks(2, run)
 
 
+def test_another_optimizer_begins_with_the_newest_rows() -> None:
+    base = Model()
+
+    def run(group: Group) -> None:
+        models = both(base, group, Adam(0.1), "row_wise")
+        for model in models:
+            train(model, group, range(2))
+            apply_optimizer_in_backward(RowWiseAdagrad(0.1), model.parameters(), replace=True)
+            train(model, group, range(2, 4))
+        assert_same(everything(models[0]), everything(models[1]))
+
+    run_virtual_ranks(2, run)
+
+
 def test_another_precision_keeps_the_newest_rows_of_every_cached_tile() -> None:
     base = Model()
     tiles = [(0, 40, 0, 8, 0), (40, 60, 0, 8, 1), (60, 100, 0, 8, 0), (100, 150, 0, 8, 1)]

@@ -207,9 +207,9 @@ def _check_undoable(parts: Mapping[str, Any]) -> None:
                     f"Recovery: got managed collision in {name!r}, whose ids change before their step; expected plain "
                     "tables. Runs with it go on from checkpoints."
                 )
-        for _, table in iter_table_rows(part) if isinstance(part, nn.Module) else ():
-            if table.cache is not None or not all(tensor.is_contiguous() for tensor in table.host()):
+        for table, rows in iter_table_rows(part) if isinstance(part, nn.Module) else ():
+            if table.cache is not None or not all(tensor.is_contiguous() for tensor in rows.host()):
                 raise ConfigError(
-                    f"Recovery: got table '{table.name}' with cached or strided rows; expected rows in one block of "
+                    f"Recovery: got table '{rows.name}' with cached or strided rows; expected rows in one block of "
                     "memory. Runs with such tables go on from checkpoints."
                 )

@@ -115,14 +115,14 @@ def write_all(head: TableRows, tile: TableRows) -> None:
     """Copy all rows of a head that lie in a tile, with their state, to the tile in host memory or in files."""
     first, width, r0 = tile.place.column_offset, tile.leaf.shape[1], tile.place.row_offset
     assert head.names is not None
-    names_H = head.names.cpu()
-    begin, end = torch.searchsorted(names_H, torch.tensor([r0, r0 + tile.leaf.shape[0]])).tolist()
+    names_H, host = head.names.cpu(), torch.device("cpu")
+    begin, end = torch.searchsorted(names_H, names_H.new_tensor([r0, r0 + tile.leaf.shape[0]])).tolist()
     if begin == end:
         return
-    rows, host = names_H[begin:end] - r0, torch.device("cpu")
+    rows, at = names_H[begin:end] - r0, torch.arange(end - begin, device=host)
     for target, source in zip(tile.host(), head.host(), strict=True):
         own = source[begin:end] if source.dim() == 1 else source[begin:end, first : first + width]
-        home_rows(target, host).write_from(own.to(host).contiguous(), torch.arange(end - begin), rows)
+        home_rows(target, host).write_from(own.to(host).contiguous(), at, rows)
 
 
 def indexable(rows: Tensor) -> Tensor:

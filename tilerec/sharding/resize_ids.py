@@ -135,8 +135,8 @@ def _spread(group: Group, parts: _Parts, own: Buckets, before: tuple[int, ...], 
     return made
 
 
-def scaled_tiling(table: str, tiling: Tiling, old: Buckets, new: Buckets) -> Tiling:
-    """Return the tiling whose tiles hold the same buckets at their new size, without hot rows.
+def scaled_tiling(table: str, tiling: Tiling, old: Buckets, new: Buckets, hot: HotRows | None = None) -> Tiling:
+    """Return the tiling whose tiles hold the same buckets at their new size, with these hot rows.
 
     Raises:
         ConfigError: rows are cut inside a bucket, or inside a run of buckets that merge.
@@ -153,18 +153,24 @@ def scaled_tiling(table: str, tiling: Tiling, old: Buckets, new: Buckets) -> Til
         return row // unit * (new.size * max(1, new.count // old.count))
 
     tiles = [(scaled(tile.r0), scaled(tile.r1), tile.c0, tile.c1, tile.owners) for tile in rectangles(tiling.bare)]
-    return Tiling.of(table, new.rows, tiling.dim, tiles)
+    world_size = 0 if tiling.head is None else len(tiling.head.owners)
+    return Tiling.of(table, new.rows, tiling.dim, tiles).with_hot(table, hot, world_size)
 
 
-def moved_hot_rows(group: Group, hot: HotRows, moved: NewIds) -> tuple[Tensor, Tensor]:
-    """Return old and new numbers of the hot rows whose ids are kept, int64 `[M]`, by the new one. Collective."""
-    ids_H = torch.from_numpy(hot.ids.copy())
+def moved_hot_rows(group: Group, tiling: Tiling, moved: NewIds) -> tuple[HotRows | None, tuple[Tensor, Tensor] | None]:
+    """Return the hot rows at the new capacity, whose ids are kept, and their old and new numbers, int64 `[M]` each.
+
+    None without hot rows. Collective with them.
+    """
+    if tiling.head is None:
+        return None, None
+    ids_H = torch.from_numpy(tiling.head.hot.ids.copy())
     old_rows_M, new_rows_M = moved.old_rows_M.cpu(), moved.new_rows_M.cpu()
     own = torch.isin(old_rows_M, ids_H)
     pairs = list(zip(new_rows_M[own].tolist(), old_rows_M[own].tolist(), strict=True))
     every = {pair for part in cast("list[list[tuple[int, int]]]", group.all_gather_object(pairs)) for pair in part}
     new, old = torch.tensor(sorted(every), dtype=torch.int64).view(-1, 2).T.contiguous()
-    return old, new
+    return HotRows(new), (old, new)
 
 
 def _exchange_moves(group: Group, moved: Resized, ranges: list[Ranges]) -> tuple[Tensor, Tensor]:

@@ -130,6 +130,7 @@ class TileRows(TableRows):
                 "tiling are cut at different rows, so no two ranks hold parts of the same set of rows; cut all column "
                 "blocks at the same rows, or use an optimizer that works element by element (SGD, Adagrad, Adam)."
             )
+        self.settle()  # `newer` has the state of the present optimizer
         super().attach(spec, group)
         teams = self.peers.teams
         if teams is not None and teams.apart:

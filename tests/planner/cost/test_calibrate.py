@@ -60,6 +60,8 @@ def test_ranks_measure_together() -> None:
     assert all(rate >= 0 for name in PER_WIDTH for rate in getattr(measured, name))
     assert measured.fresh is not None
     assert measured.fresh > 0
+    assert measured.hot_id is not None
+    assert measured.hot_id > 0
     assert all(getattr(measured, name) >= 0 for name in SINGLE)
     assert all(rate > 0 for rate in (*measured.lookup_near, *measured.place))
     assert measured.link_in == measured.link_out > 0
@@ -359,6 +361,16 @@ def test_new_memory_is_the_median_of_three_and_none_is_used_twice(monkeypatch: p
     assert own.group.barriers == 3
 
 
+def test_every_second_id_that_is_searched_is_a_hot_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[torch.Tensor] = []
+    own = bench()
+    own._seconds = lambda work: (found.append(work()), 3.0)[1]
+    assert own._hot_id() == 3.0 / module._IDS
+    hot = found[0] >= 100 * module._HOT
+    assert hot[::2].all()
+    assert hot[1::2].float().mean() < 0.1
+
+
 # ---------------------------------------------------------------------------------------------------- how it is timed
 
 
@@ -407,6 +419,7 @@ def test_speeds_are_the_median_of_passes_and_the_mean_over_ranks(monkeypatch: py
     names = [*SINGLE, *(f"{name} {dim}" for name in PER_WIDTH for dim in SMALL["WIDTHS"])]  # type: ignore[attr-defined]
     monkeypatch.setattr(module, "_cache", lambda ranks, default: 1000 * ranks)
     monkeypatch.setattr(module._Bench, "_fresh", lambda self: 10.0 * self.group.rank)
+    monkeypatch.setattr(module._Bench, "_hot_id", lambda self: 4.0 * self.group.rank)
     handed: list[tuple[Any, ...]] = []
 
     def fitted(*arguments: Any) -> Speeds:
@@ -435,7 +448,7 @@ def test_speeds_are_the_median_of_passes_and_the_mean_over_ranks(monkeypatch: py
     for name in PER_WIDTH:
         wanted = [8.0 * (1 + names.index(f"{name} {dim}")) for dim in (16, 64)]
         assert getattr(first, name) == pytest.approx(wanted)
-    assert (first.widths, first.cache, first.fresh) == ((16, 64), 3000, 10.0)
+    assert (first.widths, first.cache, first.fresh, first.hot_id) == ((16, 64), 3000, 10.0, 4.0)
     assert first.origin == f"measured, 3 cpu ranks, torch {torch.__version__}"
     assert handed == [(SMALL["_ROUNDS"], SMALL["_STEPS"])] * 3
 

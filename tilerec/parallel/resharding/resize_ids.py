@@ -31,8 +31,6 @@ from tilerec.sharding.managed_collision import (
 )
 from tilerec.sharding.resize_ids import build_ids, moved_hot_rows, replace_ids, scaled_tiling
 from tilerec.sharding.table import ShardedTable
-from tilerec.spec.hot_rows import HotRows
-from tilerec.spec.tile import Tiling
 
 
 def resize_ids(
@@ -84,11 +82,9 @@ def resize_ids(
     exchange = collection.exchange
     ranges = [row_ranges(held.tiling.tiles_of(exchange.member_of(rank))) for rank in range(group.size)]
     ids = build_ids(collection, table, new, ranges)
-    tables, hot_moves = cast(ShardedCollection, embeddings.embedding_module), None
-    if held.tiling.head is not None:
-        hot_moves = moved_hot_rows(group, held.tiling.head.hot, ids)
-        tiling = tiling.with_hot(table, HotRows(hot_moves[1]), len(held.tiling.head.owners))
-    hot = None if tiling.head is None else tiling.head.hot
+    tables = cast(ShardedCollection, embeddings.embedding_module)
+    hot, hot_moves = moved_hot_rows(group, held.tiling, ids)
+    tiling = scaled_tiling(table, held.tiling, old, new, hot)
     plan = plan.replaced(path, table, replace(plan.plan[path][table], tiling=tiling, hot=hot))
     with on_all_ranks(group, f"table '{table}'", "building its new tiles"):
         tiles = ResizedTable(tables, held, tiling, ids.old_rows_M, ids.new_rows_M, steppers, table, hot_moves)
@@ -101,13 +97,7 @@ def resize_ids(
     tiles.switch()
     store_plan(plan_holder, plan)
     if two_d is not None:
-
-        def scaled(own: Tiling) -> Tiling:
-            return scaled_tiling(table, own, old, new).with_hot(
-                table, hot, 0 if own.head is None else len(own.head.owners)
-            )
-
-        two_d.retile(path, table, scaled)
+        two_d.retile(path, table, lambda own: scaled_tiling(table, own, old, new, hot))
     return ids.moved._replace(kept=sum(kept for kept, _ in moved_of_all), dropped_ids=dropped)
 
 

@@ -65,11 +65,8 @@ class ResizedTable:
         ]
         self._shapes = [(place.r1 - place.r0, place.c1 - place.c0) for place in places]
         self._peers = [new_peers(table, tiling, place, topology) for place in places]
-        leaves, homes = (
-            table.leaves(),
-            flat_memory([self._shapes[i] for i in self._homes], table.weight.dtype, table.home),
-        )
-        own = iter(homes)
+        leaves = table.leaves()
+        own = iter(flat_memory([self._shapes[i] for i in self._homes], leaves[0].dtype, table.home))
         self._memory = [
             next(own) if i in self._homes else leaves[source].new_empty(self._shapes[i])
             for i, source in enumerate(self._from)

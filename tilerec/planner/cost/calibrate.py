@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
+from tilerec.ops.hot.definition import finder_of
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.whole_steps import fitted, wait
 from tilerec.spec.optimizer import SGD
@@ -41,6 +42,7 @@ _FRESH_BYTES = 64 * 2**20  # of new memory that is timed
 _FILE_BYTES, _FILE_ROWS = 256 * 2**20, 8192  # of the table in a file; rows of one read
 _IDS = 20_480  # per measurement
 _LONG = 10  # ids of a long bag
+_HOT = 1_000  # hot ids of a table, among which ids are searched
 _REPEATS, _PASSES = 9, 3  # calls per measurement; passes over all measurements
 _ROUNDS, _STEPS = 4, 9  # rounds over the models of whole steps; steps of each model per round
 _CACHE = "/sys/devices/system/cpu/cpu0/cache/index{}/size"
@@ -116,13 +118,15 @@ class _Bench:
         # The median leaves out a pass that was disturbed.
         mine = {name: statistics.median(found[name] for found in passes) for name in passes[0]}
         mine["fresh"] = self._fresh()
+        if self.device.type == "cpu":  # on a GPU the price is per feature
+            mine["hot_id"] = self._hot_id()
         everyone: Any = self.group.all_gather_object(mine)
         mean = {name: sum(found[name] for found in everyone) / len(everyone) for name in mine}
         rates = {name: tuple(mean[f"{name} {dim}"] for dim in WIDTHS) for name in PER_WIDTH}
         numbers = {name: mean[name] for name in SINGLE}
         origin = f"measured, {self.group.size} {self.device.type} ranks, torch {torch.__version__}"
         cache = _cache(self.group.size, default.cache) if self.device.type == "cpu" else default.cache
-        numbers["fresh"] = mean["fresh"]
+        numbers |= {name: mean[name] for name in ("fresh", "hot_id") if name in mean}
         alone: Speeds = replace(default, **rates, **numbers, cache=cache, widths=WIDTHS, origin=origin)  # type: ignore[arg-type]
         return fitted(self.group, self.topology, alone, self.device, _ROUNDS, _STEPS)
 
@@ -263,6 +267,15 @@ class _Bench:
             ",".join(["f@t"] * features),
         )  # fmt: skip
         return self._seconds(lambda: torch.ops.tilerec.route_ids(ids, offsets, *arguments)) / _IDS
+
+    def _hot_id(self) -> float:
+        """Measure a search for ids among hot ones. Every second id is hot."""
+        rows, hot = 100 * _HOT, torch.arange(_HOT) * 100
+        some, ids = hot[self._ids(_HOT, _IDS).long()], self._ids(rows, _IDS).long()
+        ids[::2] = some[::2]
+        offsets, finder = self._offsets(1, _IDS), finder_of(hot.numpy())
+        arguments = (ids, offsets, [0], [_IDS], [hot], [finder], [rows], "f@t")
+        return self._seconds(lambda: torch.ops.tilerec.hot_ids(*arguments)) / _IDS
 
     def _copy(self) -> float:
         source, target = (torch.zeros(2**22, device=self.device) for _ in range(2))
