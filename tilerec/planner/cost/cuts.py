@@ -48,6 +48,12 @@ class Levels(NamedTuple):
     density: Floats
     level: Floats
 
+    def of(self, lines: Ints) -> Levels:
+        """Return the levels of some of these tables."""
+        return Levels(
+            self.first[lines], self.ends[lines], self.knots[lines], self.density[lines], self.level[lines]
+        )  # fmt: skip
+
 
 class RangesByFrequency:
     """Ranges of rows of all tables in frequency order, each with an equal number of the ids that travel.
@@ -72,7 +78,7 @@ class RangesByFrequency:
         found = self._levels[key]
         if len(every) == len(tables):
             return found
-        return Levels(*(part[np.searchsorted(every, tables)] for part in found))
+        return found.of(np.searchsorted(every, tables))
 
     def cuts(self, tables: Ints, pieces: int, head: float, which: Ints) -> Ints:
         """Return [n, m] the first rows of the pieces `which` [m], up to `pieces` for the end of the last one.
