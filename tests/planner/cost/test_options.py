@@ -16,11 +16,12 @@ from tilerec.errors import ConfigError
 from tilerec.planner.cost.cuts import even_pieces, row_cuts, sizes_of_shares
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.option_amounts import OptionAmounts
 from tilerec.planner.cost.options import Problem, build
 from tilerec.planner.cost.price import price
 from tilerec.planner.cost.ways import Limits, Way, enumerate_options
 from tilerec.planner.cost.workload import Reads, Skew, TableWork, Workload
-from tilerec.planner.search.instance import SHARE, Solution, evaluate
+from tilerec.planner.search.instance import SHARE, Instance, Solution, evaluate
 from tilerec.planner.search.solve import lower_bound, solve
 from tilerec.spec import optimizer as specs
 from tilerec.spec.plan import ShardingType
@@ -719,3 +720,16 @@ def test_with_sums_inside_two_hosts_no_arrangement_is_below_the_bound(dear: str)
                 assert evaluate(problem.lower, option, places).cost / 1e12 <= seconds * (1 + ROUGH)
                 least = min(least, seconds)
             assert lower_bound(problem.lower, int(least * 2e12)) / 1e12 <= least * (1 + ROUGH)
+
+
+def test_the_times_that_a_bound_takes_from_estimates_are_those_that_it_would_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topology, tables = Topology(8, "cuda", local_world_size=4), works(8, optimizer=specs.RowWiseAdagrad(0.1))
+    taken = build(tables, topology, min_partition=8)
+    assert taken.lower is not taken.instance  # places of column blocks tell what their row sums cost
+    monkeypatch.setattr(OptionAmounts, "as_in_bound", property(lambda amounts: False))
+    anew = build(tables, topology, min_partition=8)
+    for field in dataclasses.fields(Instance):
+        first, second = getattr(taken.lower, field.name), getattr(anew.lower, field.name)
+        assert np.array_equal(first, second), field.name

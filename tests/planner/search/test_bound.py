@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from tilerec.planner.search.bound import averages, kinds_of
@@ -21,3 +23,14 @@ def test_averages_are_totals_over_ranks() -> None:
     relaxed = Relaxed(one_stage([1000, 8, 8], 4))
     assert averages(relaxed, np.zeros(3, np.int64)).tolist() == [254]
     assert kinds_of(relaxed)[0].bound(relaxed) == 254
+
+
+def test_a_bound_has_the_charges_that_no_plan_avoids_also_of_nine() -> None:
+    instance = one_stage([1000, 8, 8], 4)
+    uses = np.zeros((3, 1, 9), np.bool_)
+    uses[0, 0, :5], uses[1, 0, 4:8] = True, True
+    instance = replace(instance, uses=uses, charge=10 ** np.arange(9))
+    relaxed = Relaxed(instance)
+    sets = kinds_of(relaxed)
+    assert [kinds.charge for kinds in sets] == [11_111_111]  # each table has one option, so the ninth is never paid
+    assert sets[0].bound(relaxed) == 254 + 11_111_111

@@ -75,6 +75,16 @@ def test_by_memory_a_tight_fit_is_found_that_time_misses_and_force_goes_beyond()
     assert int(forced.memory.sum()) == 20
 
 
+def test_a_piece_that_needs_a_whole_rank_is_placed_before_pieces_on_whole_hosts() -> None:
+    # Two hosts of two ranks. Both pieces on hosts take 1 of each rank there, and the other piece all 10 of a rank.
+    one = singles([9, 9, 1], [1, 1, 10], 4, 10)
+    instance = replace(one, width=np.array([[2], [2], [1]]), host_of=np.array([0, 0, 1, 1]), host_cap=None)
+    for order in PackingOrder:
+        found = pack(Relaxed(instance), np.zeros(3, np.int64), order, Work(10**10))
+        assert found is not None
+        assert sorted(found.memory[:, 0].tolist()) == [0, 2, 2, 10]
+
+
 def test_more_pieces_than_ranks_are_repeated_evenly() -> None:
     instance = singles([5], [1], 3, 10)
     five = replace(instance, pieces=instance.pieces * 5)

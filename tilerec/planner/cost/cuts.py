@@ -48,6 +48,12 @@ class Levels(NamedTuple):
     density: Floats
     level: Floats
 
+    def of(self, lines: Ints) -> Levels:
+        """Return the levels of some of these tables."""
+        return Levels(
+            self.first[lines], self.ends[lines], self.knots[lines], self.density[lines], self.level[lines]
+        )  # fmt: skip
+
 
 class RangesByFrequency:
     """Ranges of rows of all tables in frequency order, each with an equal number of the ids that travel.
@@ -72,7 +78,7 @@ class RangesByFrequency:
         found = self._levels[key]
         if len(every) == len(tables):
             return found
-        return Levels(*(part[np.searchsorted(every, tables)] for part in found))
+        return found.of(np.searchsorted(every, tables))
 
     def cuts(self, tables: Ints, pieces: int, head: float, which: Ints) -> Ints:
         """Return [n, m] the first rows of the pieces `which` [m], up to `pieces` for the end of the last one.
@@ -84,7 +90,7 @@ class RangesByFrequency:
         """
         first, ends, knots, density, level = self.levels(tables, pieces, head)
         wanted = which / pieces
-        at = np.stack([(level[:, 1:-1] < each).sum(1) for each in wanted.tolist()], axis=1)
+        at = np.stack([(level[:, 1:-1] < each).sum(1, dtype=np.int16) for each in wanted.tolist()], axis=1)
         line = np.arange(len(knots))[:, None]
         rest = (wanted - level[line, at]) / np.maximum(density[line, at], 1e-300)
         cut = knots[line, at] + np.clip(rest, 0.0, 1.0) * (knots[line, at + 1] - knots[line, at])
@@ -152,22 +158,24 @@ def _sent_below(model: Model, tables: Ints, rows: Any, once: Bools) -> Floats:
 
 def _below(model: Model, tables: Ints, rows: Any, once: Bools, each: Bools) -> tuple[Floats, Floats]:
     """Return [n, m] ids below rows [n, m], and [n, 1] all ids: distinct ones of features `once`, all of `each`."""
-    work, seen = model.workload, model.seen_by_feature
+    work = model.workload
     found, total = np.zeros(np.shape(rows)), np.zeros((len(tables), 1))
-    share = work.share(tables[:, None], 0, rows)
+    share = work.share(tables[:, None], 0, rows) if each.any() else found
     for features in work.turns:
         of_table = np.full(len(work.names), -1, np.int64)
         of_table[work.table[features]] = features
         feature = of_table[tables][:, None]
-        ids = (work.bags * work.ids_per_bag)[feature]
         here = feature >= 0
-        for those, below, every in (
-            (once, seen.between(feature, 0, rows), seen.whole[feature]),
-            (each, ids * share, ids),
-        ):
-            used = here & those[feature]
-            found += np.where(used, below, 0.0)
-            total += np.where(used, every, 0.0)
+        used = here & each[feature]
+        if used.any():
+            ids = (work.bags * work.ids_per_bag)[feature]
+            found += np.where(used, ids * share, 0.0)
+            total += np.where(used, ids, 0.0)
+        used = here & once[feature]
+        if used.any():
+            seen = model.seen_by_feature
+            found += np.where(used, seen.between(feature, 0, rows), 0.0)
+            total += np.where(used, seen.whole[feature], 0.0)
     return found, total
 
 

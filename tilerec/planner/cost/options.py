@@ -18,7 +18,6 @@ import numpy as np
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.allowed import Allowed
 from tilerec.planner.cost.copies_amounts import add_copies
-from tilerec.planner.cost.cuts import RangesByFrequency
 from tilerec.planner.cost.head_bytes import HeadBytes, head_bytes, read_curve
 from tilerec.planner.cost.model import NETWORK_STAGES, Model
 from tilerec.planner.cost.option_amounts import CHARGES, OptionAmounts
@@ -110,14 +109,14 @@ def build(
     if fixed:
         paid = price([pinned[t.name] for t in fixed], Model(rest, topology, pipeline_depth, beside=work))
 
-    ranges = RangesByFrequency(model, np.flatnonzero(work.ordered))
-
-    def amounts(lower: bool) -> OptionAmounts:
+    def amounts(estimate: OptionAmounts | None) -> OptionAmounts:
+        lower = estimate is not None
         allowed = Allowed(model, limits, min_partition, lower=lower, together=together)
+        ranges = None if estimate is None else estimate.ranges
         return OptionAmounts(model, allowed, ranges, lower=lower, pinned=bool(fixed))
 
-    estimate = amounts(False)
-    return problem_of(estimate, None if estimate.exact else amounts(True), paid, reserved)
+    estimate = amounts(None)
+    return problem_of(estimate, None if estimate.exact else amounts(estimate), paid, reserved)
 
 
 def problem_of(
