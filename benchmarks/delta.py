@@ -1,6 +1,6 @@
 """Benchmark of logs of published states: the cost of tracking in a step, the size of deltas, the speed of a follower.
 
-    python benchmarks/delta.py [--rounds 7] [--rows 100000] [--samples 10000] [--parts served ...]
+    python benchmarks/delta.py [--rounds 7] [--rows 100000] [--samples 10000] [--parts served ...] [--kinds int8 fp32]
 
 tracking    26 tables of 64 columns, batches of 2,048 samples with 10 ids per feature (Zipf law of exponent 1.05),
             row-wise Adagrad: the tables alone, and within a DLRM (512-256-64, 512-256-1). Two models take turns, one of
@@ -127,10 +127,14 @@ class Reader:
 
     def __init__(self, version: Version, rows: int) -> None:
         draw = torch.Generator().manual_seed(5)
-        lengths = torch.ones(TABLES, 1, dtype=torch.int32)
+        lengths = np.ones((TABLES, 1), np.int32)
         self._version, self._at, self.every = version, 0, 0.0
         self._requests = [
-            [torch.randn(1, DENSE, generator=draw), torch.randint(0, rows, (TABLES,), generator=draw), lengths]
+            [
+                torch.randn(1, DENSE, generator=draw).numpy(),
+                torch.randint(0, rows, (TABLES,), generator=draw).numpy(),
+                lengths,
+            ]
             for _ in range(1000)
         ]
 
@@ -168,7 +172,7 @@ class Served:
         self.writer = DeltaWriter(log, self.model, base_every=10_000)
         self.writer.publish(0)
         copy = copy_package(path)
-        self.version = tried(copy.load())
+        self.version = tried(copy.load(), follows=True)
         copy.close()
         self.follower, self.reader = self.version.follow(log), Reader(self.version, rows)
         state = self.model.state_dict().values()
@@ -212,8 +216,9 @@ def served(kind: str, rows: int, folder: Path, samples: int) -> None:
     for name, every, count in (("without a pause", 0.0, samples), ("one a millisecond", 0.001, samples // 5)):
         own.reader.every = every
         beside(own, f"{kind}, {name}", count)
+    weights = own.version.package.weights
     for name, value in own.model.state_dict().items():
-        assert name not in own.version.package.weights or torch.equal(own.version.package.weights[name], value)
+        assert name not in weights or np.array_equal(weights[name], value.numpy())
     own.writer.close()
 
 
@@ -243,6 +248,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--parts", nargs="+", default=["tracking", "delta", "served"])
+    parser.add_argument("--kinds", nargs="+", default=["int8", "fp32"], help="rows of the served model")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
@@ -254,7 +260,7 @@ def main() -> None:
         if "delta" in options.parts:
             deltas(options.rows, folder)
         torch.set_num_threads(1)
-        for kind in ("int8", "fp32") if "served" in options.parts else ():
+        for kind in options.kinds if "served" in options.parts else ():
             served(kind, options.rows, folder, options.samples)
         print(f"load of the machine {os.getloadavg()[0]:.1f}")
     finally:

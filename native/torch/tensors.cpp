@@ -16,16 +16,20 @@ constexpr size_t kHugePage = 2 << 20;
 
 thread_local std::string last_error;
 
-// Free blocks by size. Sizes are eighths of powers of two, so a block is at most an eighth larger than the tensor.
+// Free blocks by size. New ones have eighths of powers of two. A free block of up to four times the size serves a tensor: with one
+// block for each size, 60 batches of 100 to 1,400 samples of 2,600 columns let a process grow by 197 MB instead of 94.
 class Blocks {
  public:
-  void* take(size_t size) {
+  // Sets `size` to that of the block.
+  void* take(size_t& size) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      auto& free = free_[size];
-      if (!free.empty()) {
-        void* block = free.back();
-        free.pop_back();
+      const auto found = free_.lower_bound(size);
+      if (found != free_.end() && found->first <= 4 * size) {
+        size = found->first;
+        void* block = found->second.back();
+        found->second.pop_back();
+        if (found->second.empty()) free_.erase(found);
         free_bytes_ -= size;
         return block;
       }
@@ -87,8 +91,9 @@ Tensor new_tensor(const Sizes& sizes, ScalarType type) {
         static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), static_cast<int32_t>(type), aoti_torch_device_type_cpu(), 0, &out));
     return Tensor(out);
   }
-  const size_t size = size_class(bytes);
-  return torch::stable::from_blob(blocks().take(size), sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU),
+  size_t size = size_class(bytes);
+  void* const data = blocks().take(size);
+  return torch::stable::from_blob(data, sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU),
                                   type, [size](void* block) { blocks().give(block, size); });
 }
 

@@ -19,6 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from tests.export.triton_stub import StubTensor, request, triton_utils
 from tilerec.errors import ConfigError, FileError, InputError
 from tilerec.export import Package, cpp_flags, export, load
 from tilerec.export.arguments import flat_tensors
+from tilerec.export.array_package import load_arrays
 from tilerec.export.signature import TensorSpec
 from tilerec.export.torch_library import ops_path
 from tilerec.export.triton_repository import write_triton
@@ -193,6 +195,14 @@ def test_a_wrong_batch_is_named(package: Package, change: Callable[[EveryBatch],
     with pytest.raises(InputError, match=text):
         package(*change(every_batch(3, 3)))
     assert package(*every_batch(1).args())["logits"].shape[0] == 1
+
+
+def test_weights_that_the_model_does_not_read_are_refused(package: Package) -> None:
+    batch = every_batch(3)
+    ids = batch.pooled
+    weighted = KeyedJaggedTensor(ids.keys(), ids.values(), torch.ones(ids.values().shape), lengths=ids.lengths())
+    with pytest.raises(InputError, match="Input 'pooled': got a batch with weights; expected none"):
+        package(batch.dense, weighted, batch.managed)
 
 
 def test_tensors_of_another_number_are_refused(package: Package) -> None:
@@ -367,6 +377,104 @@ def test_every_process_writes_the_same_bytes(tmp_path: Path) -> None:
         assert [name for name in first.namelist() if first.read(name) != second.read(name)] == []
     assert files[0].read_bytes() == files[1].read_bytes()
     assert str(tmp_path).encode() not in files[1].read_bytes()
+
+
+# -------------------------------------------------------------------------------------------- on arrays, without torch
+
+ARRAYS = """
+import sys
+import numpy as np
+from tilerec.errors import InputError
+from tilerec.export.array_package import load_arrays
+
+package = load_arrays(sys.argv[1])
+given = np.load(sys.argv[2])
+batches = [[given[f"{at}.{spec.name}"] for spec in package.manifest.signature.specs()] for at in range(4)]
+found = [package.run(batch) for batch in batches]
+try:
+    package.run([own + 99 if own.dtype == np.int64 else own for own in batches[2]])
+except InputError as error:
+    print(error)
+assert "torch" not in sys.modules
+import tilerec.ops  # defines the ops again, beside the library
+import torch
+found += [package.run(batch) for batch in batches]
+np.savez(sys.argv[3], **{f"{at}.{i}": own for at, outputs in enumerate(found) for i, own in enumerate(outputs)})
+"""
+
+
+def test_a_process_without_torch_gets_the_package_s_bits_and_the_reason_of_an_error(
+    path: Path, package: Package, tmp_path: Path
+) -> None:
+    names = [spec.name for spec in package.manifest.signature.specs()]
+    every = [flat_tensors(package.manifest.signature, every_batch(size, size).args()) for size in SAMPLES]
+    given = {
+        f"{at}.{name}": own.numpy() for at, batch in enumerate(every) for name, own in zip(names, batch, strict=True)
+    }
+    np.savez(tmp_path / "given.npz", **given)  # type: ignore[arg-type]
+    command = [sys.executable, "-c", ARRAYS, str(path), str(tmp_path / "given.npz"), str(tmp_path / "found.npz")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"got id \d+ of feature|got ids? ", done.stdout), done.stdout
+    found = np.load(tmp_path / "found.npz")
+    for at, batch in enumerate(every * 2):
+        for i, want in enumerate(package.run(batch)):
+            assert found[f"{at}.{i}"].tobytes() == want.numpy().tobytes()
+
+
+def test_arrays_of_another_number_type_or_shape_are_refused(path: Path) -> None:
+    own = load_arrays(path)
+    good = [array.numpy() for array in flat_tensors(own.manifest.signature, every_batch(2).args())]
+    name = own.manifest.signature.specs()[0].name
+    with pytest.raises(InputError, match=rf"got 1 arrays; expected {len(good)}: \['{name}'"):
+        own.run(good[:1])
+    with pytest.raises(InputError, match=f"Input '{name}': got float64; expected float32"):
+        own.run([good[0].astype(np.float64), *good[1:]])
+    with pytest.raises(InputError, match=rf"Input '{name}': got shape \[2, 1\]; expected \[batch, 3\]"):
+        own.run([good[0][:, :1], *good[1:]])
+    assert [array.tobytes() for array in own.run(good)] == [
+        array.tobytes() for array in own.run([np.asfortranarray(array) for array in good])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda m: m.update(abi=0), "got a package for version 0 of tilerec's ops"),
+        (lambda m: m.update(torch="1.0"), "got a package of torch 1.0; expected torch "),
+        (lambda m: m.update(cpu="SVE"), "got a package for SVE; expected code for "),
+        (lambda m: m["weights"][0].update(sha256="0" * 64), "weight '.*' has other bytes than the manifest states"),
+        (lambda m: m["signature"]["inputs"][0]["tensors"][0].update(dtype="int8"), "describes another model"),
+    ],
+)  # fmt: skip
+def test_a_package_that_does_not_fit_runs_on_no_arrays(
+    path: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_arrays(repacked(path, tmp_path / "other.pt2", edit))
+
+
+def test_a_package_without_its_compiled_part_runs_on_no_arrays(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.pt2"
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as new:
+        for i, part in enumerate(old.infolist()):
+            data = b"no code" if part.filename.endswith(".so") else old.read(part)
+            with new.open(part, "w", force_zip64=i == 0) as out:
+                out.write(data)
+    with pytest.raises(ConfigError, match=r"other\.pt2: got '.*' from torch; expected a compiled model"):
+        load_arrays(other)
+
+
+def test_arrays_of_a_package_that_is_no_longer_used_are_freed(path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.pt2"
+    shutil.copy(path, copy)
+    own = load_arrays(copy)
+    own.run([array.numpy() for array in flat_tensors(own.manifest.signature, every_batch(2).args())])
+    maps = Path("/proc/self/maps")
+    assert str(copy) in maps.read_text()
+    del own
+    gc.collect()
+    assert str(copy) not in maps.read_text()
 
 
 # ------------------------------------------------------------------------------------------- in Triton Inference Server

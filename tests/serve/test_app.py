@@ -98,6 +98,14 @@ def columns(ids: list[int], lengths: list[list[int]]) -> dict[str, Any]:
         ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": [20]}}]}, "20"),
         ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": 7}}]}, "got int as the ids of 'user'"),
         (
+            {"instances": [{"dense": [1, 2, 3], "sparse": {"user": {"ids": [1], "weights": [0.5]}}}]},
+            "Input 'sparse': got weights for the ids of 'user'; expected none",
+        ),
+        (
+            {"inputs": {"dense": [[1, 2, 3]], "sparse": {"values": [], "weights": [], "lengths": [[0], [0]]}}},
+            r"got the unknown \['weights'\] in input 'sparse'",
+        ),
+        (
             b'{"instances": [{"dense": [0, 1e400, 0]}]}',
             r"Input 'dense': got a number outside of the range of float32 at \[0, 1\]",
         ),

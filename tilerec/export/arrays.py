@@ -39,20 +39,26 @@ def is_float(name: str) -> bool:
 def floats_of(array: Array, name: str) -> Array:
     """Return the numbers of an array of a float type as float64."""
     if name == "bfloat16":
-        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # signalling nans
+            return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if name in _FORMATS:
         return _numbers(name)[array]
     return array.astype(np.float64)
 
 
 def array_of(numbers: Array, name: str) -> Array:
-    """Return numbers of any type as an array of a type, rounded to the nearest, ties to even, as torch rounds."""
+    """Return numbers of any type as an array of a type, rounded to the nearest, ties to even, as torch rounds.
+
+    Numbers beyond the range become infinite, or nan where the type has no infinity.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         if name == "bfloat16":
             bits = numbers.astype(np.float32).view(np.uint32)
             return ((bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16).astype(np.uint16)
         if name in _FORMATS:
             return _rounded(numbers.astype(np.float32).astype(np.float64), name)
+        if name == "float16":  # torch rounds twice, too
+            numbers = numbers.astype(np.float32)
         return numbers.astype(ARRAY_DTYPES[name])
 
 
