@@ -106,7 +106,13 @@ def vocabulary(
 
     try:
         with read_progress("vocabulary") as update:
-            columns_of = dict(_table_columns(text) for text in tables)
+            pairs = [_table_columns(text) for text in tables]
+            columns_of = dict(pairs)
+            if len(columns_of) < len(pairs):
+                raise ConfigError(
+                    f"--table: got {', '.join(tables)}; expected each table once. Join its columns: "
+                    "TABLE=COLUMN,COLUMN."
+                )
             for name in columns_of:
                 check_output("--out", vocabulary_file(out, name), {"FILES": files})
             written = write_vocabularies(

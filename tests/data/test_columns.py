@@ -61,3 +61,14 @@ def test_columns_that_share_a_table_name_it_in_their_features() -> None:
 def test_settings_that_contradict_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_names_that_models_do_not_take_are_refused_with_another_one() -> None:
+    for name, where in (
+        ("user.id", "table='user_id' on the column, and"),
+        ("a,b", "name='a_b'"),
+        ("x@y", "name='x_y'"),
+    ):
+        with pytest.raises(ConfigError, match=rf"id column '{name}': got .* name '{name}'; expected .* Set {where}"):
+            Columns(ids=(IdColumn(name),), tables=(TableRows(name, 5),))
+    assert Columns(ids=(IdColumn("user.id", table="user_id"),), tables=(TableRows("user_id", 5),))

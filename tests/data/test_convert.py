@@ -89,3 +89,34 @@ def test_the_command_prints_statistics(tmp_path: Path) -> None:
     assert parquet.read_table(out).to_pylist() == [{"click": 1, "tags": ["x", "y"]}, {"click": 0, "tags": []}]
     failed = CliRunner().invoke(app, [*arguments, "--list", "tags"])
     assert failed.exit_code == 1
+
+
+def test_quotes_booleans_and_long_integers_keep_their_values(tmp_path: Path) -> None:
+    ids = [2**64 - 1, 2**64 - 2, 7]
+    lines = [f'"a, ""{n}""",{n != 7},{n},{n / 4}' for n in ids]
+    (tmp_path / "a.csv").write_text("\n".join(['"name",ok,id,x', *lines, ",,,"]) + "\n")
+    found = convert(tmp_path / "a.csv", tmp_path / "a.parquet")
+    assert parquet.read_table(tmp_path / "a.parquet").to_pydict() == {
+        "name": [*(f'a, "{n}"' for n in ids), None],
+        "ok": [True, True, False, None],
+        "id": [*map(str, ids), None],
+        "x": [*(n / 4 for n in ids), None],
+    }
+    assert [(one.kind, one.missing, one.distinct) for one in found.columns[:3]] == [
+        ("binary", 1, 3), ("bool", 1, 2), ("binary", 1, 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("delimiter", ["||", "é", '"', "\n"])
+def test_a_delimiter_is_one_character_that_ends_no_line(delimiter: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"delimiter: got .*; expected one ASCII character"):
+        convert(tmp_path / "a.csv", tmp_path / "a.parquet", delimiter=delimiter)
+
+
+def test_a_url_is_refused(tmp_path: Path) -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").pipe("/convert/a.csv", b"a,b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"files: got the URL memory:///convert/a.csv; expected local files"):
+        convert("memory://convert/a.csv", tmp_path / "a.parquet")

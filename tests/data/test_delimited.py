@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -316,3 +318,51 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         DelimitedFile(tmp_path, COLUMNS, on_bad_row="ignore")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="expected at least 1"):
         DelimitedFile(tmp_path, COLUMNS, block_bytes=0)
+
+
+@given(
+    st.lists(st.lists(st.text('a", \t1', max_size=5).map(str.encode), min_size=2, max_size=2), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_fields_in_quotes_are_read_alike_by_both_parsers(rows: list[list[bytes]], all_quoted: bool) -> None:
+    """Fields as `csv.writer` writes them, and raw ones."""
+    columns = (Column("a", ColumnKind.TEXT), Column("b", ColumnKind.TEXT))
+    written = io.StringIO(newline="")
+    writer = csv.writer(written, quoting=csv.QUOTE_ALL if all_quoted else csv.QUOTE_MINIMAL, lineterminator="\n")
+    writer.writerows([field.decode() for field in row] for row in rows)
+    file = DelimitedFile("x.csv", columns, quotes=True)
+    for text, exact in ((written.getvalue().encode(), True), (b"".join(b",".join(row) + b"\n" for row in rows), False)):
+        fast = file._parse_fast(1, text, ("a", "b"))
+        if fast is None:  # raw fields that make another number of columns, or a quote that does not end
+            assert not exact
+            continue
+        slow = file._parse_lines(1, text, ("a", "b"), RowCount())
+        assert [one.to_pylist() for one in fast.texts.values()] == [one.to_pylist() for one in slow.texts.values()]
+        if exact:
+            assert list(zip(*(one.to_pylist() for one in slow.texts.values()), strict=True)) == list(map(tuple, rows))
+
+
+def test_a_quote_that_does_not_end_on_its_line_is_a_bad_line(tmp_path: Path) -> None:
+    columns = (Column("a", ColumnKind.TEXT), Column("n", ColumnKind.INTEGER))
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'"a",n\n"x, ""y""",1\n"two\nlines",2\n"z",3\n')
+    with pytest.raises(InputError, match=r"a.csv:3: got '\"two', with a field in quotes that does not end on its line"):
+        list(DelimitedFile(path, columns, quotes=True).blocks())
+    count = RowCount()
+    (block,) = DelimitedFile(path, columns, quotes=True, on_bad_row="skip").blocks(count)
+    assert block.texts["a"].to_pylist() == [b'x, "y"', b'lines"', b"z"]
+    assert count.skipped == 1
+
+
+def test_booleans_are_those_of_arrow(tmp_path: Path) -> None:
+    columns = (Column("a", ColumnKind.BOOLEAN, optional=True),)
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"a\ntrue\nFalse\n1\n\nTRUE\n0\n")
+    (block,) = DelimitedFile(path, columns).blocks()
+    assert block.numbers["a"].tolist() == [True, False, True, False, True, False]
+    assert block.missing["a"].tolist() == [False, False, False, True, False, False]
+    slow = DelimitedFile(path, columns)._parse_lines(2, path.read_bytes()[2:], ("a",), RowCount())
+    assert slow.numbers["a"].tolist() == block.numbers["a"].tolist()
+    path.write_bytes(b"a\ntrue\nyes\n")
+    with pytest.raises(InputError, match=r"a.csv:3: column 'a': got 'yes'; expected true or false or nothing"):
+        list(DelimitedFile(path, columns).blocks())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import hypothesis.strategies as st
@@ -65,6 +66,24 @@ def test_infinite_numbers_are_named(bad: float) -> None:
         (lambda: read_sample_weight("y", read, WHERE), "weight"),
     ):
         with pytest.raises(InputError, match=rf"{role} column 'y': got {bad} in row 2; expected finite numbers"):
+            reader()
+
+
+def test_numbers_beyond_float32_are_named() -> None:
+    read = _read(y=[1.0, 1e39], narrow=pa.array([0.0, 1e30], pa.float32()), ids=[[1, 2], [3]], w=[[1.0, 1.0], [-1e39]])
+    small = DenseColumn("narrow", transform="normalize", std=1e-30)
+    weighted = IdColumn("c", kind="list", weights="w")
+    for reader, message in (
+        (lambda: read_label(LabelColumn("y"), read, WHERE), "label column 'y': got 1e+39 in row 1"),
+        (lambda: read_dense(DenseColumn("y"), read, WHERE), "dense column 'y': got 1e+39 in row 1"),
+        (lambda: read_sample_weight("y", read, WHERE), "weight column 'y': got 1e+39 in row 1"),
+        (lambda: read_dense(small, read, WHERE), "got 1e+30, which is inf after the transform, in row 1"),
+        (
+            lambda: _ids(weighted, read("ids"), TableRows("c", 10), w=read("w")),
+            "weight column 'w': got -1e+39 in row 1",
+        ),
+    ):
+        with pytest.raises(InputError, match=re.escape(message)):
             reader()
 
 

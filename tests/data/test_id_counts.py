@@ -144,3 +144,5 @@ def test_the_command_writes_vocabularies_and_prints_what_they_cover(data: Path, 
     wrong = CliRunner().invoke(app, ["data", "vocabulary", str(data), "--table", "town", "--out", str(out)])
     assert wrong.exit_code == 1
     assert "'town'" in wrong.output
+    twice = CliRunner().invoke(app, [*arguments, "--table", "city=user", "--out", str(out)], env={"COLUMNS": "200"})
+    assert "expected each table once" in twice.output

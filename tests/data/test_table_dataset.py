@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -186,6 +187,32 @@ def test_rows_come_in_file_order_with_their_key_columns(tmp_path: Path) -> None:
     assert all(keys.column_names == ["user", "unused"] for _, keys in batches)
 
 
+def test_key_columns_have_one_type_whatever_the_types_of_the_files(tmp_path: Path) -> None:
+    roles = Columns(ids=(IdColumn("user"), IdColumn("city")), tables=(TableRows("user", 50), TableRows("city", 50)))
+    wide = pa.table({"user": pa.array([7, 2**40]), "city": pa.array(["a", "b"]).dictionary_encode()})
+    narrow = pa.table({"user": pa.array([8], pa.int32()), "city": ["c"]})
+    parquet.write_table(narrow, tmp_path / "0.parquet")
+    parquet.write_table(wide, tmp_path / "1.parquet")
+    for batch_size in (1, 3):
+        data = TableDataset(ParquetGroups(tmp_path), roles, labels=False)
+        keys = pa.concat_tables(table for _, table in data.rows(batch_size, ["user", "city"]))
+        assert keys.to_pydict() == {"user": [8, 7, 2**40], "city": ["c", "a", "b"]}
+
+
+def test_text_keys_of_text_files_are_text(tmp_path: Path) -> None:
+    roles = Columns(ids=(IdColumn("city"),), tables=(TableRows("city", 50),))
+    (tmp_path / "a.csv").write_bytes("city,n\nä,1\n,2\n".encode())
+    data = TableDataset(DelimitedGroups(tmp_path / "a.csv"), replace(roles, ids=(IdColumn("city", missing="row"),)),
+                        labels=False)  # fmt: skip
+    ((_, keys),) = data.rows(8, ["city", "n"])
+    assert keys.to_pydict() == {"city": ["ä", None], "n": [1, 2]}
+    assert keys.schema.field("city").type == pa.string()
+    (tmp_path / "b.csv").write_bytes("city,n\nä,1\n".encode("latin-1"))
+    data = TableDataset(DelimitedGroups(tmp_path / "b.csv"), roles, labels=False)
+    with pytest.raises(InputError, match=r"b.csv, lines 2 to 2: got a value of a key column .*UTF8.*choose other keys"):
+        next(data.rows(8, ["city"]))
+
+
 def test_samples_to_predict_need_no_labels() -> None:
     data = TableDataset(_table(10).drop_columns(["y"]), COLUMNS, labels=False)
     (batch, _) = next(data.rows(10))
@@ -333,10 +360,35 @@ def test_data_without_training_rows_is_refused() -> None:
         TableDataset(_table(5), COLUMNS, hold_out=HoldOut(column="when", at_least="2000-01-01"))
 
 
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"batch_size": 0}, "batch_size: got 0"),
+        ({"epoch": -1}, "epoch: got -1"),
+        ({"start": -1}, "start: got -1"),
+        ({"rank": 2, "world_size": 2}, "rank: got 2 of world_size=2"),
+        ({"rank": -1}, "rank: got -1 of world_size=1"),
+    ],
+)
+def test_ranks_and_positions_that_do_not_exist_are_refused(place: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        next(TableDataset(_table(10), COLUMNS).train_shares(**{"batch_size": 4, **place}))
+
+
+def test_a_split_by_a_column_with_missing_times_is_refused_whatever_the_row_groups(tmp_path: Path) -> None:
+    table = _table(20).append_column("at", pa.array([float("nan") if n == 15 else float(n) for n in range(20)]))
+    for group in (20, 7, 3):
+        parquet.write_table(table, tmp_path / "a.parquet", row_group_size=group)
+        with pytest.raises(InputError, match=r"hold_out column 'at': got 1 missing values; expected a value"):
+            TableDataset(ParquetGroups(tmp_path), COLUMNS, hold_out=HoldOut(column="at", at_least="5"))
+
+
 def test_settings_that_contradict_are_refused() -> None:
     for arguments in ({"lanes": 0}, {"shuffle_rows": 0}, {"read_ahead_bytes": -1}):
         with pytest.raises(ConfigError, match="expected at least 1"):
             TableDataset(_table(5), COLUMNS, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="seed: got -1; expected at least 0"):
+        TableDataset(_table(5), COLUMNS, seed=-1)
     with pytest.raises(ConfigError, match="expected one of them"):
         TableDataset(_table(5), COLUMNS, hold_out=HoldOut(every=2), held_out_data=_table(2))
     with pytest.raises(ConfigError, match=r"hold_out.at_least: got 'soon'"):

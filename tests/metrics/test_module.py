@@ -309,7 +309,7 @@ def test_a_state_fits_other_windows_and_rings() -> None:
             r"labels of shape \[4\] with predictions of shape \[5\]; expected all of shape \[N\]",
         ),
         (("a", "b"), ((5,), (5,), (5,)), r"expected all of shape \[2, N\]"),
-        (("a", "b"), ((3, 5), (3, 5), (3, 5)), r"predictions of shape \[3, 5\] with"),
+        (("a", "b"), ((3, 5), (3, 5), (3, 5)), r"got predictions of shape \[3, 5\]; expected all of shape \[2, N\]"),
         (("a",), ((1, 5), (1, 5), (5,)), r"weights of shape \[5\]"),
     ],
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+import torch
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.recipes.data_profile import profile_data
@@ -121,6 +122,8 @@ def test_a_list_of_ids_has_one_column_of_weights_the_one_named_like_it(tmp_path:
         ),
         ({"clicked": None}, None, {"column": "flag"}),
         ({}, "views", {"column": "views", "at_least": 10.0}),
+        ({"clicked": [0] * 300 + [3, 7] * 50}, "clicked", {"column": "clicked", "at_least": 3.0}),
+        ({"clicked": [1, 2] * 200}, "clicked", {"column": "clicked", "at_least": 2.0}),
     ],
 )
 def test_a_label_is_given_or_named_or_the_only_one(
@@ -129,6 +132,8 @@ def test_a_label_is_given_or_named_or_the_only_one(
     (found,) = (guess for guess in _guesses(tmp_path, label, **changes).values() if guess.role == "label")
     assert found.settings["column"] == expected["column"]
     assert ("at_least" in found.settings) == ("at_least" in expected)
+    if "clicked" in changes and changes["clicked"] is not None:
+        assert found.settings == expected
 
 
 @pytest.mark.parametrize(
@@ -139,6 +144,7 @@ def test_a_label_is_given_or_named_or_the_only_one(
         ({"clicked": None, "flag": None}, None, r"no column is clearly a label.*Pass --label"),
         ({"clicked": [0] * ROWS}, None, r"'clicked', which is 0 in all rows"),
         ({"clicked": [None] + [0, 1] * 199 + [1]}, None, r"1 missing values"),
+        ({"clicked": [float("inf"), 1.0] * 200}, None, r"'clicked' with infinite values"),
     ],
 )
 def test_labels_that_cannot_be_used_are_refused(
@@ -157,7 +163,7 @@ def test_dates_split_by_time_and_text_files_are_read(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.tsv").write_text("\n".join(lines) + "\n")
     profile = profile_data(str(tmp_path / "a.tsv"))
-    assert (profile.format, profile.separator, profile.rows, profile.total) == ("text", "\t", 50, 50)
+    assert (profile.format, profile.rows, profile.total) == ("text", 50, 50)
     texts = {guess.column: guess for guess in guess_roles(profile)}
     assert texts["genres"].settings == {
         "column": "genres",
@@ -166,6 +172,86 @@ def test_dates_split_by_time_and_text_files_are_read(tmp_path: Path) -> None:
         "missing": "empty",
     }
     assert texts["empty"].settings["missing"] == "row"
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_least"),
+    [
+        (pa.date32(), "2024-12-26"),
+        (pa.timestamp("ns"), "2024-12-26"),
+        (pa.timestamp("us", "UTC"), "2024-12-26 00:00:00+00:00"),
+    ],
+)
+def test_a_split_by_any_type_of_time_opens(kind: pa.DataType, at_least: str, tmp_path: Path) -> None:
+    days = pa.array([datetime.datetime(2024, 1, 1) + datetime.timedelta(days=i) for i in range(401)])
+    columns = {"when": days.cast(pa.timestamp("us")).cast(kind), "user_id": [i % 9 for i in range(401)]}
+    parquet.write_table(pa.table({**columns, "y": [i % 2 for i in range(401)]}), tmp_path / "data.parquet")
+    profile = profile_data(str(tmp_path / "data.parquet"))
+    guesses = guess_roles(profile)
+    assert guesses[0].settings["at_least"].startswith(at_least)
+    dataset = run_of_toml(run_text(profile, str(tmp_path / "data.parquet"), guesses)).data.open()
+    assert sum(batch.batch_size for batch in dataset.held_out(64)) == 41
+
+
+def test_columns_that_would_not_train_are_ignored_with_a_reason(tmp_path: Path) -> None:
+    found = _guesses(
+        tmp_path,
+        price=[float("inf"), 1.0] * 200,
+        views=[1e39, 1.0] * 200,
+        weight=[None, 1.0, None, 2.0] * 100,
+        ts=pa.array([None, *range(1, ROWS)], pa.timestamp("s")),
+        constant=pa.array([0] * ROWS, pa.timestamp("s")),
+        nothing=[{"a": 1}] * ROWS,
+    )
+    reasons = {name: found[name].why for name in ("price", "views", "weight", "ts", "constant", "nothing")}
+    assert all(not found[name].role for name in reasons)
+    assert reasons == {
+        "price": "numbers that are infinite, or too large for float32",
+        "views": "numbers that are infinite, or too large for float32",
+        "weight": "named like a weight of samples, but 200 are missing",
+        "ts": "a time, but 1 values are missing",
+        "constant": "one value in all rows",
+        "nothing": "a type without a role",
+    }
+
+
+def test_any_names_of_columns_give_a_run_file_that_opens(tmp_path: Path) -> None:
+    names = ["a.b", "a_b", "x,y", "at@", "two words", "n\new"]
+    columns = {name: [f"{name}{i % 9}" for i in range(ROWS)] for name in names}
+    unread = {"one\nvalue": [1] * ROWS}
+    parquet.write_table(pa.table({"y": [0, 1] * 200, **columns, **unread}), tmp_path / "data.parquet")
+    profile = profile_data(str(tmp_path / "data.parquet"))
+    run = run_of_toml(run_text(profile, str(tmp_path / "data.parquet"), guess_roles(profile)))
+    dataset = run.data.open()
+    assert [one.name for one in dataset.sparse_features] == ["a_b_", "a_b", "x_y", "at_", "two words", "n\new"]
+    run.model.build(dataset, torch.device("cpu"))
+    twice = pa.table([pa.array([0, 1]), pa.array([1, 2]), pa.array([1, 2])], ["y", "id", "id"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(InputError, match=r"twice.parquet: got column 'id' more than once; expected it once"):
+        profile_data(str(tmp_path / "twice.parquet"))
+
+
+def test_text_is_profiled_as_its_reader_reads_it(tmp_path: Path) -> None:
+    lines = [f'{i % 9},"a, {i % 7}",{i % 3 == 0},{2**63 + i % 5},2024-01-{1 + i % 28:02}' for i in range(ROWS)]
+    (tmp_path / "d.txt").write_text("\n".join(['"user_id",item, clicked ,long,day', *lines]) + "\n")
+    profile = profile_data(str(tmp_path / "d.txt"))
+    guesses = {guess.column: guess for guess in guess_roles(profile)}
+    assert {name: guess.role for name, guess in guesses.items()} == {
+        "user_id": "id", "item": "id", "clicked": "label", "long": "id", "day": "time",
+    }  # fmt: skip
+    dataset = run_of_toml(run_text(profile, str(tmp_path / "d.txt"), list(guesses.values()))).data.open()
+    assert {str(dataset.schema.field(name).type) for name in ("item", "long", "day")} == {"binary"}
+    batch = next(dataset.train(10_000))
+    assert 0.2 < batch.labels.mean() < 0.45
+    assert batch.sparse_features["long"].values().unique().numel() == 5
+    folder = str(tmp_path / "folder")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "d.txt").rename(tmp_path / "folder" / "d.csv")
+    profile = profile_data(folder)
+    assert run_of_toml(run_text(profile, folder, guess_roles(profile))).data.open().row_count().rows == ROWS
+    (tmp_path / "wide.csv").write_text("a,b\n1,0\n".replace("", "\0"))
+    with pytest.raises(InputError, match=r"wide.csv: got a first line with null bytes.*iconv"):
+        profile_data(str(tmp_path / "wide.csv"))
 
 
 def test_sizes_grow_with_rows_that_were_not_read(tmp_path: Path) -> None:

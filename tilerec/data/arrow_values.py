@@ -117,6 +117,13 @@ def join_offsets(parts: Sequence[Offsets]) -> npt.NDArray[np.int64]:
     return joined
 
 
+def as_int64(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return numbers as integers that are equal where the numbers are: of fractions, their bits as float64."""
+    if numbers.dtype.kind == "f":
+        return numbers.astype(np.float64).view(np.int64)
+    return numbers.astype(np.int64, copy=False)
+
+
 def _joined_masks(masks: list[npt.NDArray[np.bool_] | None], counts: list[int]) -> npt.NDArray[np.bool_] | None:
     if all(mask is None for mask in masks):
         return None

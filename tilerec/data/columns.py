@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -195,7 +196,8 @@ class Columns:
         weight: column with the weight of each sample, a number of at least 0; "": all weigh the same.
 
     Raises:
-        ConfigError: a name that occurs twice, an id column without a table, or a table that no column uses.
+        ConfigError: a name that occurs twice or has a mark that separates names, an id column without a table, or a
+            table that no column uses.
     """
 
     labels: tuple[LabelColumn, ...] = ()
@@ -216,7 +218,18 @@ class Columns:
                     f"columns.tables: got table {table.name!r}, which no id column uses; {nearest(table.name, used)}"
                 )
         for column in self.ids:
+            self._check_names(column)
             self._check_table(column)
+
+    def _check_names(self, column: IdColumn) -> None:
+        for what, name, marks in (("feature", column.feature, ",@"), ("table", column.table_name, ".,@")):
+            if not name or any(mark in name for mark in marks):
+                raise ConfigError(
+                    f"id column {column.column!r}: got {what} name {name!r}; expected a name without "
+                    f"{' or '.join(map(repr, marks))}, which separate names elsewhere. Set "
+                    f"{'name' if what == 'feature' else 'table'}={plain_name(name)!r} on the column"
+                    f"{'' if what == 'feature' else ', and the same name in columns.tables'}."
+                )
 
     def _check_table(self, column: IdColumn) -> None:
         table = self._declared.get(column.table_name)
@@ -312,6 +325,11 @@ class Columns:
             *((self.weight,) if self.weight else ()),
         ]
         return tuple(dict.fromkeys(wanted))
+
+
+def plain_name(name: str) -> str:
+    """Return a name that any feature or table may have: `user.id` becomes `user_id`."""
+    return re.sub(r"[.,@]", "_", name) or "_"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

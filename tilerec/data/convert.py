@@ -10,17 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from tilerec.atomic_file import open_replacement
-from tilerec.data.arrow_values import read_values
+from tilerec.data.arrow_values import as_int64, read_values
 from tilerec.data.delimited import OnBadRow, RowCount
 from tilerec.data.file_list import Paths, list_files
 from tilerec.data.hyperloglog import HyperLogLog
 from tilerec.data.rows import hash_values
-from tilerec.data.text_files import ENDINGS, ListColumn, TextLayout
+from tilerec.data.text_files import ENDINGS, ListColumn, TextLayout, stored_type
 from tilerec.errors import ConfigError, InputError
 from tilerec.output_path import check_output
 
@@ -99,12 +98,18 @@ def convert(
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     check_output("out (--out)", out, {"the input": given})
     files = list_files(given, (*ENDINGS, *(f"{ending}.gz" for ending in ENDINGS)))
+    remote = next((file.name for file in files if file.remote), "")
+    if remote:
+        raise ConfigError(
+            f"files: got the URL {remote}; expected local files. Copy them, or train from them as they are: run files "
+            "take URLs."
+        )
     layout = TextLayout(files[0], delimiter=delimiter, names=names, lists=lists, texts=texts, compressed=True)
     total = sum(file.size() for file in files)
     summaries = [_Summary(name, kind) for name, kind in zip(layout.schema.names, layout.schema.types, strict=True)]
     done, result = 0, Conversion()
     schema = pa.schema(
-        [(name, _stored(kind)) for name, kind in zip(layout.schema.names, layout.schema.types, strict=True)]
+        [(name, stored_type(kind)) for name, kind in zip(layout.schema.names, layout.schema.types, strict=True)]
     )
     with open_replacement(out, "convert") as target:
         writer = _GroupWriter(target, schema, rows_per_group)
@@ -127,13 +132,6 @@ def convert(
             raise InputError(f"{files[0].name}: got no rows; expected lines of data. Check the path.")
     result.columns = [summary.result() for summary in summaries]
     return result
-
-
-def _stored(kind: pa.DataType) -> pa.DataType:
-    """Return the type in the Parquet file: text instead of bytes."""
-    if pa.types.is_list(kind):
-        return pa.list_(_stored(kind.value_type))
-    return pa.string() if pa.types.is_binary(kind) else kind
 
 
 def _cast(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
@@ -201,8 +199,7 @@ class _Summary:
             low, high = float(numbers.min()), float(numbers.max())
             found.low = low if found.low is None else min(found.low, low)
             found.high = high if found.high is None else max(found.high, high)
-        bits = numbers if values.hashed else hash_values(np.ascontiguousarray(numbers).view(np.int64))
-        self._distinct.add(bits)
+        self._distinct.add(numbers if values.hashed else hash_values(as_int64(numbers)))
 
     def result(self) -> ColumnSummary:
         """Return the statistics."""

@@ -29,7 +29,7 @@ from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, OnBadRow, RowCount
 from tilerec.data.read_ahead import arrays_ahead
 from tilerec.data.rows import hash_rows
-from tilerec.data.shuffle import Rows, batched
+from tilerec.data.shuffle import Rows, batched, check_seed
 from tilerec.data.transform import signed_log
 from tilerec.data.vocabulary import IdVocabulary
 from tilerec.errors import ConfigError, InputError
@@ -98,6 +98,7 @@ class Criteo(Dataset):
             )
         self._features = tuple(SparseFeature(name, size) for name, size in zip(SPARSE, sizes, strict=True))
         self._held_out_every = held_out_every
+        check_seed(seed)
         self._seed = seed
         self._window = shuffle_window
         self._count = RowCount()

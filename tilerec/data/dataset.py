@@ -18,7 +18,7 @@ except ModuleNotFoundError:
 
 from tilerec.data.batch import Batch
 from tilerec.data.delimited import RowCount
-from tilerec.data.share import Share, shares
+from tilerec.data.share import Share, check_shares, shares
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 _D = TypeVar("_D", bound="Dataset")
@@ -108,6 +108,7 @@ class Dataset(ABC):
             start: number of samples of the pass to leave out, a multiple of `batch_size`: the `end` of the last share
                 of an interrupted pass. The remaining shares are the same as without it.
         """
+        check_shares(batch_size, epoch, rank, world_size, start)
         for share in shares(self.train(batch_size, epoch), rank, world_size):
             if share.end > start:
                 yield share

@@ -7,7 +7,8 @@ Glossary
 
 Arrow parses each block. If Arrow rejects a block, or a value is outside its column's bounds, a second parser reads the
 block line by line, and its errors describe the bad row. Both parsers give the same rows for a block without bad rows.
-Quotes have no meaning: a line ends at every newline.
+A line ends at every newline. Quotes have a meaning with `quotes=True` only: a field that begins with a quote may hold
+delimiters until the next quote, and two quotes inside of it stand for one.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ import pyarrow.csv as arrow_csv
 from tilerec.errors import ConfigError, InputError
 
 OnBadRow = Literal["error", "skip"]
+NumberArray = npt.NDArray[np.int64] | npt.NDArray[np.float64] | npt.NDArray[np.bool_]
 
 _INTEGER = re.compile(rb"[ \t]*-?[0-9]+[ \t]*")
 # No two adjacent parts match the same bytes, so the time is linear in the length of a field.
 _NUMBER = re.compile(rb"[ \t]*[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*")
+_QUOTED = re.compile(rb'"([^"]*(?:""[^"]*)*)"')
 _SHOWN_BYTES = 80
 _KEPT_EXAMPLES = 5
 
@@ -43,6 +46,7 @@ class ColumnKind(Enum):
 
     INTEGER = "an integer"
     NUMBER = "a number"
+    BOOLEAN = "true or false"
     TEXT = "text"
 
 
@@ -82,13 +86,13 @@ class Block:
 
     Attributes:
         lines: int64, the 1-based line number of every row.
-        numbers: int64 or float64 values of each integer or number column; 0 where missing.
-        missing: bool mask of the missing values of each optional integer or number column.
+        numbers: int64, float64 or bool values of each integer, number or boolean column; 0 where missing.
+        missing: bool mask of the missing values of each optional column in `numbers`.
         texts: values of each text column as an Arrow binary array.
     """
 
     lines: npt.NDArray[np.int64]
-    numbers: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]]
+    numbers: dict[str, NumberArray]
     missing: dict[str, npt.NDArray[np.bool_]]
     texts: dict[str, pa.BinaryArray]
 
@@ -130,6 +134,7 @@ class DelimitedFile:
         on_bad_row: "error" raises `InputError` at the first bad row; "skip" leaves bad rows out and counts them.
         block_bytes: bytes of text held at a time.
         max_line_bytes: a longer line is a bad row, anywhere in a block. The bytes beyond are not held in memory.
+        quotes: True if fields may be in quotes.
     """
 
     def __init__(
@@ -142,6 +147,7 @@ class DelimitedFile:
         on_bad_row: OnBadRow = "error",
         block_bytes: int = 1 << 22,
         max_line_bytes: int = 1 << 20,
+        quotes: bool = False,
     ) -> None:
         if on_bad_row not in ("error", "skip"):
             raise ConfigError(f"on_bad_row: got {on_bad_row!r}; expected 'error' or 'skip'. Choose one.")
@@ -157,6 +163,7 @@ class DelimitedFile:
         self._skip = on_bad_row == "skip"
         self._block_bytes = block_bytes
         self._max_line_bytes = max_line_bytes
+        self._quotes = quotes
 
     def blocks(self, count: RowCount | None = None) -> Iterator[Block]:
         """Yield the blocks of one pass over the file; `count` is updated during the pass."""
@@ -262,7 +269,7 @@ class DelimitedFile:
         """Return the column names of a header line; raise `InputError` unless it has each wanted column once."""
         if len(line.rstrip(b"\r\n")) > self._max_line_bytes:
             raise self._too_long(1, line)
-        layout = tuple(name.decode("utf-8", "replace").strip() for name in line.rstrip(b"\r\n").split(self._delimiter))
+        layout = header_names(line, self._delimiter, quotes=self._quotes)
         for column in self.columns:
             if layout.count(column.name) == 1:
                 continue
@@ -300,10 +307,14 @@ class DelimitedFile:
             return None  # Arrow would accept 0x1F as an integer
         if len(layout) > 1 and (text[:1] in b"\r\n" or b"\n\n" in text or b"\n\r\n" in text):
             return None  # Arrow would fill an empty line with empty columns
+        quoted = self._quotes and b'"' in text
+        if quoted and text.count(b"\r") != text.count(b"\r\n"):
+            return None  # lines that Arrow ends there could make up for newlines in quotes in the count of rows
         rows = text.count(b"\n") + (not text.endswith(b"\n"))
         types = {
             ColumnKind.INTEGER: pa.int64(),
             ColumnKind.NUMBER: pa.float64(),
+            ColumnKind.BOOLEAN: pa.bool_(),
             ColumnKind.TEXT: pa.binary(),
         }
         # Columns outside `self.columns` get names that cannot collide with the names there.
@@ -315,8 +326,8 @@ class DelimitedFile:
                 read_options=arrow_csv.ReadOptions(use_threads=False, block_size=len(text) + 1, column_names=names),
                 parse_options=arrow_csv.ParseOptions(
                     delimiter=self._delimiter.decode(),
-                    quote_char=False,
-                    double_quote=False,
+                    quote_char='"' if quoted else False,
+                    double_quote=quoted,
                     newlines_in_values=False,
                     ignore_empty_lines=False,
                 ),
@@ -332,7 +343,7 @@ class DelimitedFile:
             return None
         if table.num_rows != rows:  # Arrow also ends a line at a carriage return without a newline
             return None
-        numbers: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]] = {}
+        numbers: dict[str, NumberArray] = {}
         missing: dict[str, npt.NDArray[np.bool_]] = {}
         texts: dict[str, pa.BinaryArray] = {}
         for column in self.columns:
@@ -343,7 +354,7 @@ class DelimitedFile:
             absent = np.asarray(array.is_null())
             if absent.any() and not column.optional:
                 return None
-            values = array.fill_null(0).to_numpy(zero_copy_only=False)
+            values = array.fill_null(pa.scalar(False).cast(array.type)).to_numpy(zero_copy_only=False)
             if not np.isfinite(values).all() or not _within(values[~absent], column):
                 return None
             numbers[column.name] = values
@@ -369,7 +380,7 @@ class DelimitedFile:
                 count.skip(str(error))
                 continue
             numbers_of_lines.append(number)
-        numbers: dict[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]] = {}
+        numbers: dict[str, NumberArray] = {}
         missing: dict[str, npt.NDArray[np.bool_]] = {}
         texts: dict[str, pa.BinaryArray] = {}
         for index, column in enumerate(self.columns):
@@ -378,10 +389,7 @@ class DelimitedFile:
                 texts[column.name] = pa.array(values, pa.binary())
                 continue
             filled = [0 if value is None else value for value in values]
-            if column.kind is ColumnKind.INTEGER:
-                numbers[column.name] = np.array(filled, np.int64)
-            else:
-                numbers[column.name] = np.array(filled, np.float64)
+            numbers[column.name] = np.array(filled, _DTYPES[column.kind])
             if column.optional:
                 missing[column.name] = np.array([value is None for value in values], np.bool_)
         return Block(np.array(numbers_of_lines, np.int64), numbers, missing, texts)
@@ -391,7 +399,12 @@ class DelimitedFile:
     ) -> list[int | float | bytes | None]:
         if len(raw) > self._max_line_bytes:
             raise self._too_long(number, raw)
-        fields = raw.split(self._delimiter)
+        fields = split_fields(raw, self._delimiter) if self._quotes else raw.split(self._delimiter)
+        if fields is None:
+            raise InputError(
+                f"{self.path}:{number}: got {_shown(raw)}, with a field in quotes that does not end on its line; "
+                f"expected a line for each row. {_NEXT_MOVE}"
+            )
         if len(fields) < len(layout):
             name = layout[len(fields)]
             raise InputError(
@@ -422,6 +435,8 @@ class DelimitedFile:
             # Every int64 has at most 19 digits; longer texts would only be slow to parse.
             if _INTEGER.fullmatch(text) and len(text.strip()) <= 20 and -(2**63) <= int(text) < 2**63:
                 value = int(text)
+        elif column.kind is ColumnKind.BOOLEAN:
+            value = _BOOLEANS.get(text)
         elif _NUMBER.fullmatch(text) and np.isfinite(float(text)):
             value = float(text)
         low_ok = value is not None and (column.low is None or value >= column.low)
@@ -433,7 +448,47 @@ class DelimitedFile:
         return value
 
 
-_NEXT_MOVE = "Fix the line, or set on_bad_row='skip' to leave such lines out and count them."
+_NEXT_MOVE = (
+    "Fix the line, or set on_bad_row='skip' to leave such lines out and count them (for the files of a run: tilerec "
+    "data convert --on-bad-row skip)."
+)
+
+
+_DTYPES = {ColumnKind.INTEGER: np.int64, ColumnKind.NUMBER: np.float64, ColumnKind.BOOLEAN: np.bool_}
+_BOOLEANS = {
+    **dict.fromkeys((b"1", b"true", b"True", b"TRUE"), True),
+    **dict.fromkeys((b"0", b"false", b"False", b"FALSE"), False),
+}
+"""Those of Arrow."""
+
+
+def header_names(line: bytes, delimiter: bytes, *, quotes: bool) -> tuple[str, ...]:
+    """Return the names in a header line, without a byte order mark, quotes and spaces around them."""
+    text = line.rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf")
+    fields = (split_fields(text, delimiter) if quotes else None) or text.split(delimiter)
+    return tuple(field.decode("utf-8", "replace").strip() for field in fields)
+
+
+def split_fields(line: bytes, delimiter: bytes) -> list[bytes] | None:
+    """Return the fields of a line, of which some may be in quotes; None if a quoted field does not end.
+
+    The line `a,"b,c",d` has the fields `a`, `b,c` and `d`. Other quotes are a part of their field, and so is the text
+    between a closing quote and the next delimiter.
+    """
+    fields: list[bytes] = []
+    at = 0
+    while True:
+        text = b""
+        if line[at : at + 1] == b'"':
+            found = _QUOTED.match(line, at)
+            if found is None:
+                return None
+            text, at = found[1].replace(b'""', b'"'), found.end()
+        end = line.find(delimiter, at)
+        fields.append(text + (line[at:] if end < 0 else line[at:end]))
+        if end < 0:
+            return fields
+        at = end + len(delimiter)
 
 
 class _Gzip(gzip.GzipFile):
@@ -452,7 +507,7 @@ class _Gzip(gzip.GzipFile):
         self._compressed.close()
 
 
-def _within(values: npt.NDArray[np.int64] | npt.NDArray[np.float64], column: Column) -> bool:
+def _within(values: NumberArray, column: Column) -> bool:
     if not len(values):
         return True
     above = column.low is None or bool(values.min() >= column.low)

@@ -75,7 +75,7 @@ def read_label(label: LabelColumn, read: ReadColumn, where: str, bounds: Bounds 
         _check_finite(values_n, where, "label column", label.column)
     if label.at_least is not None:
         return (values_n >= label.at_least).astype(np.float32)
-    labels_n = values_n.astype(np.float32)
+    labels_n = _as_float32(values_n, where, "label column", label.column)
     if bounds is not None and len(labels_n):
         low, high = bounds
         if labels_n.min() < low or labels_n.max() > high:
@@ -99,7 +99,7 @@ def read_sample_weight(column: str, read: ReadColumn, where: str) -> Floats:
         raise InputError(
             f"{where}: weight column {column!r}: got {values_n[row]:g} in row {row}; expected at least 0. Correct it."
         )
-    return values_n.astype(np.float32)
+    return _as_float32(values_n, where, "weight column", column)
 
 
 def read_dense(dense: DenseColumn, read: ReadColumn, where: str) -> Floats:
@@ -120,9 +120,11 @@ def read_dense(dense: DenseColumn, read: ReadColumn, where: str) -> Floats:
     if dense.transform == "log":
         out_n = signed_log(values_n)
     elif dense.transform == "normalize":
-        out_n = ((values_n - dense.mean) / dense.std).astype(np.float32)
+        with np.errstate(over="ignore"):
+            normal_n = (values_n - dense.mean) / dense.std
+        out_n = _as_float32(normal_n, where, "dense column", dense.column, of=values_n)
     else:
-        out_n = values_n.astype(np.float32, copy=False)
+        out_n = _as_float32(values_n, where, "dense column", dense.column)
     if missing_n is not None and dense.transform == "normalize":
         out_n[missing_n] = 0
     return out_n
@@ -214,6 +216,39 @@ def _check_finite(values_n: npt.NDArray[Any], where: str, role: str, column: str
                 f"{where}: {role} {column!r}: got {values_n[row]} in row {row}; expected finite numbers. Correct the "
                 "value, or remove the row."
             )
+
+
+def _as_float32(
+    values_N: npt.NDArray[Any],
+    where: str,
+    role: str,
+    column: str,
+    *,
+    of: npt.NDArray[Any] | None = None,
+    offsets_n1: Offsets | None = None,
+) -> Floats:
+    """Return finite numbers as float32; raise `InputError` for the first one that overflows it.
+
+    Args:
+        of: the numbers of the data from which `values_N` were computed; None: `values_N` are those.
+        offsets_n1: of the lists that hold the numbers; None: one in each row.
+    """
+    with np.errstate(over="ignore"):
+        floats_N: Floats = values_N.astype(np.float32, copy=False)
+    if of is None and values_N.dtype != np.float64:  # whole numbers and narrower floats fit
+        return floats_N
+    if not np.isfinite(_quiet_sum(floats_N)):
+        over_N = ~np.isfinite(floats_N)
+        if over_N.any():
+            place = int(over_N.argmax())
+            row = place if offsets_n1 is None else int(np.searchsorted(offsets_n1[1:], place, side="right"))
+            after = "" if of is None else f", which is {values_N[place]:g} after the transform,"
+            raise InputError(
+                f"{where}: {role} {column!r}: got {(values_N if of is None else of)[place]:g}{after} in row {row}; "
+                f"expected numbers within ±{np.finfo(np.float32).max:.3g}, as models compute in float32. Correct the "
+                "value, or remove the row."
+            )
+    return floats_N
 
 
 def _missing(
@@ -316,8 +351,7 @@ def _weights(column: IdColumn, found: Values, read: ReadColumn, where: str) -> F
     if given.missing is not None:
         raise _missing(where, "weight column", column.weights, given.missing, "Fill them in.", given.offsets)
     _check_finite(given.values, where, "weight column", column.weights)
-    weights_N: Floats = given.values.astype(np.float32)
-    return weights_N
+    return _as_float32(given.values, where, "weight column", column.weights, offsets_n1=given.offsets)
 
 
 def _without(bags: BagIds, missing_N: npt.NDArray[np.bool_]) -> BagIds:

@@ -62,7 +62,7 @@ class HeldOutRows:
 
     Raises:
         ConfigError: the source lacks the column, or `at_least` is not a value of its type.
-        InputError: the column has nulls.
+        InputError: the column has nulls, or NaNs in a row group that its statistics do not leave out.
     """
 
     def __init__(self, rule: HoldOut, source: RowGroups) -> None:
@@ -104,16 +104,19 @@ class HeldOutRows:
             bounds = reader.bounds(rule.column)
         if bounds is not None:
             low, high = (self._at_least(pa.array([value], self._type)) for value in bounds)
-            if low.all() or not high.any():
-                return rows if low.all() else 0
+            if not high.any():
+                return 0
+            if low.all() and not pa.types.is_floating(self._type):  # statistics do not show NaNs
+                return rows
         return int(self._above(group).sum())
 
     def _above(self, group: int) -> Mask:
         with self._source.open(group) as reader:
             column = reader.read([self._rule.column]).column(0)
-        if column.null_count:
+        missing = arrow.sum(arrow.is_null(column, nan_is_null=True)).as_py()
+        if missing:
             raise InputError(
-                f"{self._source.where(group)}: hold_out column {self._rule.column!r}: got {column.null_count} nulls; "
+                f"{self._source.where(group)}: hold_out column {self._rule.column!r}: got {missing} missing values; "
                 "expected a value in each row. Fill them in."
             )
         return self._at_least(column.cast(self._type))

@@ -28,7 +28,7 @@ import pyarrow.parquet as parquet
 
 from tilerec.data.batch import Batch
 from tilerec.data.criteo import SPARSE
-from tilerec.data.delimited import Column, ColumnKind, DelimitedFile, OnBadRow, RowCount
+from tilerec.data.delimited import Column, ColumnKind, DelimitedFile, OnBadRow, RowCount, header_names
 from tilerec.errors import ConfigError, InputError
 
 Format = Literal["auto", "criteo", "movielens", "delimited", "parquet"]
@@ -157,6 +157,7 @@ def open_ids(
         header=headed,
         on_bad_row=on_bad_row,
         block_bytes=block_bytes,
+        quotes=layout[0] != b"\t",
     )
     return _DelimitedIds(text, chosen, separator)
 
@@ -335,7 +336,7 @@ def _header(path: Path) -> tuple[bytes, tuple[str, ...]]:
         raise InputError(f"{path}: got an empty file; expected a header line. Check the path.")
     first = block.texts["line"][0].as_py()
     delimiter = max((b",", b"\t", b";", b"|"), key=first.count)
-    return delimiter, tuple(name.decode("utf-8", "replace").strip() for name in first.split(delimiter))
+    return delimiter, header_names(first, delimiter, quotes=delimiter != b"\t")
 
 
 def _no_column(path: Path, name: str, there: Sequence[str]) -> ConfigError:

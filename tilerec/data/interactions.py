@@ -35,7 +35,8 @@ from tilerec.data.batch import Batch
 from tilerec.data.dataset import Catalog, RowDataset, SparseFeature
 from tilerec.data.delimited import RowCount
 from tilerec.data.interaction_log import InteractionLog, ValueRows, readable
-from tilerec.data.share import Share, bounds
+from tilerec.data.share import Share, bounds, check_shares
+from tilerec.data.shuffle import check_seed
 from tilerec.errors import ConfigError, InputError
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -138,6 +139,7 @@ class Interactions(RowDataset):
     ) -> None:
         if max_length < 1:
             raise ConfigError(f"max_length: got {max_length}; expected at least 1. Set the items of a history.")
+        check_seed(seed)
         self._samples, self._max_length, self._seed = samples, max_length, seed
         self._user_key, self._labelled = user_key, labelled
         self._count = RowCount(rows=log.rows)
@@ -214,6 +216,7 @@ class Interactions(RowDataset):
     def train_shares(
         self, batch_size: int, epoch: int = 0, *, rank: int = 0, world_size: int = 1, start: int = 0
     ) -> Iterator[Share]:
+        check_shares(batch_size, epoch, rank, world_size, start)
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._ends))
         for first in range(start, len(order), batch_size):
             end = min(first + batch_size, len(order))

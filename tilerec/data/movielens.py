@@ -24,7 +24,7 @@ from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, OnBadRow, RowCount
 from tilerec.data.read_ahead import arrays_ahead
 from tilerec.data.rows import Vocabulary
-from tilerec.data.shuffle import Rows, batched
+from tilerec.data.shuffle import Rows, batched, check_seed
 from tilerec.errors import ConfigError, InputError
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -81,6 +81,7 @@ class MovieLens(Dataset):
             block_bytes=block_bytes,
         )
         self._like = like
+        check_seed(seed)
         self._seed = seed
         self._window = shuffle_window
         self._count = RowCount()

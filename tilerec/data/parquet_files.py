@@ -6,7 +6,7 @@ numbers of rows are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -73,6 +73,18 @@ class ParquetGroups(RowGroups):
             yield reader
         finally:
             reader.close()
+
+    def key_type(self, column: str) -> pa.DataType:
+        kinds = {schema.field(column).type for schema in self._schemas if schema is not None}
+        if len(kinds) == 1:
+            return kinds.pop()
+        try:
+            return _common_type(kinds)
+        except pa.ArrowException as error:
+            raise InputError(
+                f"{self.name}: key column {column!r}: got {' and '.join(sorted(map(str, kinds)))} in different files; "
+                "expected types with a common one. Write the files again with one schema, or choose other keys."
+            ) from error
 
     def check_columns(self, columns: Sequence[str]) -> None:
         first = self.files[self.group_files[0]].name
@@ -148,6 +160,13 @@ class _ParquetReader(GroupReader):
     def close(self) -> None:
         """Close the file."""
         self._file.close(force=True)
+
+
+def _common_type(kinds: Iterable[pa.DataType]) -> pa.DataType:
+    """Return a type for the values of columns of one class (`kind_of`) and different types."""
+    plain = (kind.value_type if pa.types.is_dictionary(kind) else kind for kind in kinds)
+    schemas = [pa.schema([("", pa.string() if pa.types.is_string_view(kind) else kind)]) for kind in plain]
+    return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
 
 
 def _open(file: DataFile) -> parquet.ParquetFile:

@@ -14,6 +14,7 @@ from tilerec.data.hold_out import HeldOutRows
 from tilerec.data.order import BatchOrder, LanePart, RankPart, Window
 from tilerec.data.row_groups import RowGroups
 from tilerec.data.window_loader import WindowLoader
+from tilerec.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def ordered_parts(
     tables: list[pa.Table] = []
     rows = 0
     no_keys = pa.table({})
+    key_schema = pa.schema([(name, source.key_type(name)) for name in keys])
     for group in source.in_order():
         count = source.group_rows[group] if held is None else held.count(group)
         cuts = [0, *range(min(batch_size - rows, count), count, batch_size), count]
@@ -140,7 +142,7 @@ def ordered_parts(
         table = no_keys
         if keys:
             with source.open(group) as reader:
-                table = reader.read(keys)
+                table = _cast_keys(reader.read(keys), key_schema, source.where(group))
         for part, (low, high) in zip(loader.load([group], ranges, held_out=held is not None), ranges, strict=True):
             parts.append(part)
             if keys:
@@ -151,3 +153,14 @@ def ordered_parts(
                 parts, tables, rows = [], [], 0
     if parts:
         yield OrderedParts(tuple(parts), pa.concat_tables(tables) if keys else no_keys)
+
+
+def _cast_keys(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
+    """Return key columns with the types that all row groups have."""
+    try:
+        return table.cast(schema)
+    except pa.ArrowInvalid as error:
+        raise InputError(
+            f"{where}: got a value of a key column that does not fit ({error}); expected values of the types "
+            f"{', '.join(f'{field.name}: {field.type}' for field in schema)}. Convert the files, or choose other keys."
+        ) from error

@@ -76,6 +76,10 @@ class RowGroups(RowSource):
     def _first_rows(self) -> npt.NDArray[np.int64]:
         return np.cumsum([0, *self.group_rows])
 
+    def key_type(self, column: str) -> pa.DataType:
+        """Return the type that a column has in tables of keys, the same for all groups."""
+        return self.schema.field(column).type
+
     def in_order(self) -> Iterator[int]:
         """Yield the number of each group in turn."""
         yield from range(len(self.group_rows))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilerec.data.batch import Batch
-from tilerec.errors import InputError
+from tilerec.errors import ConfigError, InputError
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 
@@ -42,6 +42,17 @@ class Share:
 def bounds(total: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return the first and the last + 1 of a rank's samples within a global batch of `total`."""
     return total * rank // world_size, total * (rank + 1) // world_size
+
+
+def check_shares(batch_size: int, epoch: int, rank: int, world_size: int, start: int) -> None:
+    """Raise `ConfigError` unless the arguments of `Dataset.train_shares` name a batch size, a rank and a position."""
+    if batch_size < 1:
+        raise ConfigError(f"batch_size: got {batch_size}; expected at least 1. Set it higher.")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank: got {rank} of world_size={world_size}; expected 0 to world_size - 1. Correct them.")
+    for name, value in (("epoch", epoch), ("start", start)):
+        if value < 0:
+            raise ConfigError(f"{name}: got {value}; expected at least 0. Leave it out for the first samples.")
 
 
 def shares(batches: Iterable[Batch], rank: int, world_size: int) -> Iterator[Share]:

@@ -17,6 +17,12 @@ Rows = tuple[npt.NDArray[Any], ...]
 """Arrays with one entry per row: all have the same first size."""
 
 
+def check_seed(seed: int) -> None:
+    """Raise `ConfigError` unless NumPy's generators take the seed."""
+    if seed < 0:
+        raise ConfigError(f"seed: got {seed}; expected at least 0. Leave it out for the default.")
+
+
 def batched(
     chunks: Iterable[Rows], batch_size: int, *, window: int = 0, generator: np.random.Generator | None = None
 ) -> Iterator[Rows]:

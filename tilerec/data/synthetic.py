@@ -34,7 +34,7 @@ from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import RowCount
 from tilerec.data.power_law import check_power_law, power_law_ranks, scattered_ids
 from tilerec.data.rows import mix
-from tilerec.data.share import Share, bounds
+from tilerec.data.share import Share, bounds, check_shares
 from tilerec.errors import ConfigError
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -147,6 +147,7 @@ class SyntheticClicks(Dataset):
         self, batch_size: int, epoch: int = 0, *, rank: int = 0, world_size: int = 1, start: int = 0
     ) -> Iterator[Share]:
         """Yield a rank's share of each global batch, as in `Dataset`, and generate only the share."""
+        check_shares(batch_size, epoch, rank, world_size, start)
         before = epoch * self._train_rows
         for first in _starts(self._train_rows, batch_size):
             if first >= start:

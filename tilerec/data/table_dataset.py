@@ -27,7 +27,8 @@ from tilerec.data.item_catalog import ItemReader
 from tilerec.data.pass_reader import OrderedParts
 from tilerec.data.row_groups import RowGroups
 from tilerec.data.row_passes import RowPasses
-from tilerec.data.share import Share
+from tilerec.data.share import Share, check_shares
+from tilerec.data.shuffle import check_seed
 from tilerec.data.table_source import as_source, opened
 from tilerec.errors import ConfigError, InputError
 
@@ -83,6 +84,7 @@ class TableDataset(RowDataset):
         ):
             if value < 1:
                 raise ConfigError(f"{name}: got {value}; expected at least 1. Leave it out for the default.")
+        check_seed(seed)
         if hold_out.path:
             raise ConfigError(
                 f"hold_out.path: got {hold_out.path}; expected held_out_data=ParquetGroups(...) here. Pass the data "
@@ -181,10 +183,11 @@ class TableDataset(RowDataset):
         (`bounds`). With several, it is the rows of the rank's lanes, so sizes of shares differ a little.
 
         Raises:
-            ConfigError: fewer lanes than ranks, or a dataset without labels.
+            ConfigError: fewer lanes than ranks, a dataset without labels, or a rank, an epoch or a position that does
+                not exist.
             InputError: bad rows or damaged files; the message names the file, the row group and the column.
         """
-        _check_batch_size(batch_size)
+        check_shares(batch_size, epoch, rank, world_size, start)
         if not self._labels:
             raise ConfigError("TableDataset: got labels=False; expected labels to train on. Open it with labels=True.")
         parts, no_rows = self._passes.shares(batch_size, epoch, rank, world_size, start)

@@ -1,8 +1,8 @@
 """`DelimitedGroups`: CSV and TSV files as row groups, for reading in any order.
 
 The constructor counts the lines of the files once, block by block. A block of whole lines is a row group. Types of the
-columns follow from the first rows; a later value of another type is an error that names the line. Quotes have no
-meaning, and an empty field is a missing value.
+columns follow from the first rows; a later value of another type is an error that names the line. An empty field is a
+missing value. Fields may be in quotes, except in files with tabs; a row ends at the end of its line even so.
 
 Text takes several times longer to read than Parquet. Convert it once (`tilerec data convert`) if you train on it more
 than once. Compressed files have no places to begin at, so they must be converted.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ import pyarrow.compute as arrow
 import pyarrow.csv as arrow_csv
 
 from tilerec.data.columns import nearest
-from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, OnBadRow
+from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, OnBadRow, header_names
 from tilerec.data.file_list import DataFile, Paths, list_files
 from tilerec.data.row_groups import GroupReader, RowGroups
 from tilerec.errors import ConfigError, InputError
@@ -35,6 +35,7 @@ _GZIP = b"\x1f\x8b"
 _ARROW_TYPES = {
     ColumnKind.INTEGER: pa.int64(),
     ColumnKind.NUMBER: pa.float64(),
+    ColumnKind.BOOLEAN: pa.bool_(),
     ColumnKind.TEXT: pa.binary(),
 }
 
@@ -60,7 +61,8 @@ class TextLayout:
         delimiter: between fields; "": the most frequent one of comma, tab, semicolon and bar in the first line.
         names: of the columns; () reads them from the first line.
         lists: columns with several ids in a field.
-        texts: columns that are text even if they look like numbers, such as hexadecimal ids.
+        texts: columns that are text even if they look like numbers, such as hexadecimal ids. Whole numbers that int64
+            cannot hold are text, too.
         compressed: accept gzip, which can only be read from its start.
     """
 
@@ -74,12 +76,24 @@ class TextLayout:
         texts: Sequence[str] = (),
         compressed: bool = False,
     ) -> None:
+        if delimiter and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n\0'):
+            raise ConfigError(
+                f"delimiter: got {delimiter!r}; expected one ASCII character other than a quote and the end of a line. "
+                "Leave it out to take it from the first line."
+            )
         sample = _start(file, compressed)
         line, _, rest = sample.partition(b"\n")
-        first = line.decode("utf-8", "replace").removeprefix("\ufeff")
+        if b"\0" in line:
+            raise InputError(
+                f"{file.name}: got a first line with null bytes, as in UTF-16 or binary files; expected text in "
+                "UTF-8. "
+                "Convert the file's encoding first, for example with iconv."
+            )
+        first = line.decode("utf-8", "replace")
         self.delimiter = delimiter or max(DELIMITERS, key=first.count)
+        self.quotes = self.delimiter != "\t"
         self.header = not names
-        self.names = tuple(names) or tuple(name.strip() for name in first.split(self.delimiter))
+        self.names = tuple(names) or header_names(line, self.delimiter.encode(), quotes=self.quotes)
         twice = [name for name in self.names if self.names.count(name) > 1]
         if twice or not all(self.names):
             what = f"the name {twice[0]!r} twice" if twice else "an empty name"
@@ -99,9 +113,10 @@ class TextLayout:
 
     def _read_types(self, file: DataFile, rows: bytes) -> None:
         kinds = dict.fromkeys(self.names, ColumnKind.TEXT)
+        self.long_integers: list[str] = []
         self.list_types = {name: pa.list_(pa.int64()) for name in self.lists}
         if rows:
-            table = self._parsed(rows)
+            table = self._parsed(rows, self._texts)
             for name, column in zip(self.names, table.columns, strict=True):
                 if name in self.lists:
                     words = _split(column.combine_chunks().cast(pa.binary()), self.lists[name]).flatten()
@@ -111,9 +126,20 @@ class TextLayout:
                     kinds[name] = ColumnKind.INTEGER
                 elif pa.types.is_floating(column.type):
                     kinds[name] = ColumnKind.NUMBER
+                    if arrow.max(arrow.abs(column)).as_py() >= 2**63:
+                        self.long_integers.append(name)
+                elif pa.types.is_boolean(column.type):
+                    kinds[name] = ColumnKind.BOOLEAN
+            # Whole numbers beyond int64 are ids: as float64, different ones would be equal.
+            self.long_integers = [name for name in self.long_integers if self._are_long_integers(rows, name)]
+            kinds.update(dict.fromkeys(self.long_integers, ColumnKind.TEXT))
         self.columns = self._columns(kinds)
 
-    def _parsed(self, rows: bytes) -> pa.Table:
+    def _are_long_integers(self, rows: bytes, name: str) -> bool:
+        fields = self._parsed(rows, {name}).column(name)
+        return bool(arrow.all(arrow.match_substring_regex(fields, r"^-?[0-9]+$")).as_py())
+
+    def _parsed(self, rows: bytes, texts: Set[str]) -> pa.Table:
         return arrow_csv.read_csv(
             pa.BufferReader(rows),
             read_options=arrow_csv.ReadOptions(
@@ -121,8 +147,8 @@ class TextLayout:
             ),
             parse_options=arrow_csv.ParseOptions(
                 delimiter=self.delimiter,
-                quote_char=False,
-                double_quote=False,
+                quote_char='"' if self.quotes else False,
+                double_quote=self.quotes,
                 ignore_empty_lines=False,
                 invalid_row_handler=lambda row: "skip",  # the strict parser names it when it reads the rows
             ),
@@ -130,7 +156,7 @@ class TextLayout:
                 check_utf8=False,
                 null_values=[""],
                 strings_can_be_null=True,
-                column_types={name: pa.binary() for name in self._texts},
+                column_types={name: pa.binary() for name in texts},
             ),
         )
 
@@ -148,7 +174,12 @@ class TextLayout:
         """Return the parser of some columns of a file; all without `names`."""
         columns = tuple(column for column in self.columns if not names or column.name in names)
         return DelimitedFile(
-            Path(file.path), columns, delimiter=self.delimiter, header=self.header, on_bad_row=on_bad_row
+            Path(file.path),
+            columns,
+            delimiter=self.delimiter,
+            header=self.header,
+            on_bad_row=on_bad_row,
+            quotes=self.quotes,
         )
 
     def table(self, block: Block, where: str) -> pa.Table:
@@ -232,6 +263,9 @@ class DelimitedGroups(RowGroups):
             if rest:
                 yield start, len(rest), line, 1
 
+    def key_type(self, column: str) -> pa.DataType:
+        return stored_type(self.schema.field(column).type)
+
     def where(self, group: int) -> str:
         first = self._lines[group]
         return f"{self.files[self.group_files[group]].name}, lines {first} to {first + self.group_rows[group] - 1}"
@@ -280,6 +314,13 @@ class _BlockReader(GroupReader):
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         return self._source.read_block(self._group, columns)
+
+
+def stored_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of a column in Parquet files: text instead of bytes."""
+    if pa.types.is_list(kind):
+        return pa.list_(stored_type(kind.value_type))
+    return pa.string() if pa.types.is_binary(kind) else kind
 
 
 def _start(file: DataFile, compressed: bool) -> bytes:

@@ -86,18 +86,20 @@ class MetricModule(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(tasks, str) or not tasks or len(set(tasks)) != len(tasks):
-            raise ConfigError(f"MetricModule: got tasks={tasks!r}; expected a list of at least one name, each once.")
+            raise ConfigError(
+                f"MetricModule: got tasks={tasks!r}; expected a list of at least one name, each once. Rename one."
+            )
         if window < 0:
-            raise ConfigError(f"MetricModule: got window={window}; expected at least 0.")
+            raise ConfigError(f"MetricModule: got window={window}; expected at least 0 samples. Change it.")
         if entries < 2:
-            raise ConfigError(f"MetricModule: got entries={entries}; expected at least 2.")
+            raise ConfigError(f"MetricModule: got entries={entries}; expected at least 2. Leave it out.")
         self.tasks = tuple(tasks)
         self.window = window
         self._ranks = RankSums(group, alone=alone)
         all_measures = [_measure(given) for given in measures]
         names = [measure.name for measure in all_measures]
         if not names or len(set(names)) != len(names):
-            raise ConfigError(f"MetricModule: got measures {names}; expected at least one, each once.")
+            raise ConfigError(f"MetricModule: got measures {names}; expected at least one, each once. Leave one out.")
         own = [measure for measure in all_measures if isinstance(measure, Measure)]
         self._sums = MeasureSums(self.tasks, own, window, entries)
         others = [measure for measure in all_measures if isinstance(measure, TorchMetric)]
@@ -284,9 +286,10 @@ class MetricModule(nn.Module):
             shared = name == "groups" and len(shape) == 1 and shape[0] == predictions.shape[-1]
             if not shared and (not fits or shape != predictions.shape):
                 wanted = "[N]" if tasks == 1 else f"[{tasks}, N]"
+                beside = "" if name == "predictions" else f" with predictions of shape {list(predictions.shape)}"
                 raise InputError(
-                    f"MetricModule for {tasks} task(s): got {name} of shape {list(shape)} with predictions of shape "
-                    f"{list(predictions.shape)}; expected all of shape {wanted}."
+                    f"MetricModule for {tasks} task(s): got {name} of shape {list(shape)}{beside}; expected all of "
+                    f"shape {wanted}. Pass a number for each task and sample."
                 )
 
 
@@ -298,4 +301,4 @@ def _measure(given: str | Measure | TorchMetric) -> Measure | TorchMetric:
         if measure.name == given:
             return measure
     names = [known().name for known in MEASURES]
-    raise ConfigError(f"MetricModule: got measure {given!r}; expected one of {names}.")
+    raise ConfigError(f"MetricModule: got measure {given!r}; expected one of {names}. Correct it.")

@@ -42,7 +42,9 @@ class TrainStep:
         sync_interval: int | None, who: str,
     ) -> None:  # fmt: skip
         if accumulate < 1:
-            raise ConfigError(f"{who}: accumulate: got {accumulate}; expected at least 1.")
+            raise ConfigError(
+                f"{who}: accumulate: got {accumulate}; expected at least 1. Leave it out to update for every batch."
+            )
         if sync_interval is not None and sync_interval < 1:
             raise ConfigError(
                 f"{who}: dmp_collection_sync_interval_batches: got {sync_interval}; expected at least 1, or None."

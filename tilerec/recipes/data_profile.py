@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +20,16 @@ import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as parquet
 
-from tilerec.data.arrow_values import kind_of, read_values
+from tilerec.data.arrow_values import as_int64, kind_of, read_values
 from tilerec.data.file_list import DataFile, list_files
 from tilerec.data.hyperloglog import HyperLogLog
+from tilerec.data.parquet_files import ENDINGS as PARQUET_ENDINGS
 from tilerec.data.rows import hash_values
+from tilerec.data.text_files import ENDINGS as TEXT_ENDINGS
+from tilerec.data.text_files import TextLayout
 from tilerec.errors import InputError
 
-PARQUET_ENDINGS = (".parquet", ".parq", ".pq")
-TEXT_ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+_TEXT_OR_GZIP = (*TEXT_ENDINGS, *(f"{ending}.gz" for ending in TEXT_ENDINGS))
 MOST_ROWS = 1_000_000
 _SAMPLE = 100_000
 _TIME_NAME = re.compile(r"time|date|^ts$|_ts$|^day$", re.IGNORECASE)
@@ -51,6 +54,7 @@ class ColumnProfile:
         texts: some of the texts.
         longest: values of the longest list.
         listed: values of all lists, missing ones included.
+        time_type: the Arrow type of dates and times; their sample has the integers that Arrow stores. None for others.
     """
 
     name: str
@@ -65,6 +69,7 @@ class ColumnProfile:
     texts: tuple[str, ...] = ()
     longest: int = 0
     listed: int = 0
+    time_type: pa.DataType | None = None
     _distinct: HyperLogLog = field(default_factory=HyperLogLog)
     _lengths: Any = field(default_factory=hashlib.blake2b)
 
@@ -79,15 +84,10 @@ class ColumnProfile:
         digest: bytes = self._lengths.digest()
         return digest
 
-    @property
-    def is_time(self) -> bool:
-        """Return True for dates and times; their sample has the integers that Arrow stores."""
-        return self.type.startswith(("timestamp", "date"))
-
     def add(self, column: pa.ChunkedArray) -> None:
         """Add the next rows of the column."""
         self.rows += len(column)
-        if self.is_time:
+        if self.time_type is not None:
             column = _as_integers(column)
         elif self.kind.removeprefix("list of ") not in ("integer", "number", "boolean", "text"):
             self.missing += column.null_count
@@ -108,8 +108,8 @@ class ColumnProfile:
             self._lengths.update(lengths.tobytes())
         kept = values[~missing]
         self.values += len(kept)
-        self._distinct.add(kept if found.hashed else hash_values(_as_int64(kept)))
-        most = MOST_ROWS if self.is_time or _TIME_NAME.search(self.name) else _SAMPLE
+        self._distinct.add(kept if found.hashed else hash_values(as_int64(kept)))
+        most = MOST_ROWS if self.time_type is not None or _TIME_NAME.search(self.name) else _SAMPLE
         if not found.hashed and len(self.sample) < most:
             self.sample = np.concatenate([self.sample, kept[: most - len(self.sample)].astype(np.float64)])
         if self.kind == "text" and len(self.texts) < 1000:
@@ -121,12 +121,6 @@ def _as_integers(times: pa.ChunkedArray) -> pa.ChunkedArray:
     return times.cast(width).cast(pa.int64())
 
 
-def _as_int64(values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    if values.dtype.kind == "f":
-        return values.astype(np.float64).view(np.int64)
-    return values.astype(np.int64, copy=False)
-
-
 @dataclass(frozen=True)
 class DataProfile:
     """Profile of a data set.
@@ -134,7 +128,6 @@ class DataProfile:
     Attributes:
         name: the path, as given.
         format: "parquet" or "text".
-        separator: of the columns of text.
         columns: in their order.
         rows: rows that were read.
         total: all rows; None if unknown, for text that was not read to its end.
@@ -142,7 +135,6 @@ class DataProfile:
 
     name: str
     format: str
-    separator: str
     columns: tuple[ColumnProfile, ...]
     rows: int
     total: int | None
@@ -154,46 +146,70 @@ def profile_data(path: str, most_rows: int = MOST_ROWS) -> DataProfile:
     Raises:
         InputError: there are no files, no rows, or a file cannot be read.
     """
-    files = list_files(path, PARQUET_ENDINGS + TEXT_ENDINGS)
-    text = files[0].name.endswith(TEXT_ENDINGS)
-    separator = _separator(files[0]) if text else ""
+    files = list_files(path, PARQUET_ENDINGS + _TEXT_OR_GZIP)
+    layout = TextLayout(files[0], compressed=True) if files[0].name.endswith(_TEXT_OR_GZIP) else None
     columns: dict[str, ColumnProfile] = {}
     rows = 0
     whole = True
-    for batch in _batches(files, text, separator):
+    for file, batch in _batches(files, layout):
         if rows >= most_rows:
             whole = False
             break
         table = pa.table(batch)
+        _check_distinct(file, table.column_names)
         for name in table.column_names:
             kind = table.schema.field(name).type
-            columns.setdefault(name, ColumnProfile(name, str(kind), kind_of(kind))).add(table.column(name))
+            time = kind if pa.types.is_timestamp(kind) or pa.types.is_date(kind) else None
+            column = columns.setdefault(name, ColumnProfile(name, str(kind), kind_of(kind), time_type=time))
+            column.add(table.column(name))
         rows += table.num_rows
     if not rows:
         raise InputError(f"{files[0].name}: got no rows; expected data with a header and rows. Check the path.")
     total = rows if whole else None
-    if not (whole or text):
+    if not (whole or layout is not None):
         total = _read_footers(files, columns)
-    return DataProfile(path, "text" if text else "parquet", separator, tuple(columns.values()), rows, total)
+    return DataProfile(path, "parquet" if layout is None else "text", tuple(columns.values()), rows, total)
 
 
-def _batches(files: list[DataFile], text: bool, separator: str) -> Iterator[pa.RecordBatch]:
+def _batches(files: list[DataFile], layout: TextLayout | None) -> Iterator[tuple[DataFile, pa.RecordBatch]]:
     for file in files:
         try:
             with file.open() as stream:
-                if text:
-                    source = pa.input_stream(stream, compression="gzip" if file.name.endswith(".gz") else None)
-                    parse = arrow_csv.ParseOptions(delimiter=separator)
-                    # An empty field is a missing value, as for the reader of text files.
-                    convert = arrow_csv.ConvertOptions(strings_can_be_null=True, null_values=[""])
-                    yield from arrow_csv.open_csv(source, parse_options=parse, convert_options=convert)
-                else:
-                    yield from parquet.ParquetFile(stream).iter_batches(_BATCH_ROWS)
+                batches = (
+                    parquet.ParquetFile(stream).iter_batches(_BATCH_ROWS)
+                    if layout is None
+                    else _text_batches(stream, file, layout)
+                )
+                for batch in batches:
+                    yield file, batch
         except _READ_ERRORS as error:
             raise InputError(
                 f"{file.name}: got {' '.join(str(error).split())[:300]}; expected a readable "
-                f"{'CSV or TSV file with a header' if text else 'Parquet file'}. Correct or copy it again."
+                f"{'Parquet file' if layout is None else 'CSV or TSV file with a header'}. Correct or copy it again."
             ) from error
+
+
+def _text_batches(stream: BinaryIO, file: DataFile, layout: TextLayout) -> Iterator[pa.RecordBatch]:
+    """Return the rows as the reader of text files reads them, but with dates and times, which it leaves as text."""
+    return arrow_csv.open_csv(
+        pa.input_stream(stream, compression="gzip" if file.name.endswith(".gz") else None),
+        read_options=arrow_csv.ReadOptions(column_names=layout.names, skip_rows=1),
+        parse_options=arrow_csv.ParseOptions(
+            delimiter=layout.delimiter, quote_char='"' if layout.quotes else False, double_quote=layout.quotes
+        ),
+        # An empty field is a missing value, as for the reader of text files.
+        convert_options=arrow_csv.ConvertOptions(
+            strings_can_be_null=True,
+            null_values=[""],
+            column_types=dict.fromkeys(layout.long_integers, pa.string()),
+        ),
+    )
+
+
+def _check_distinct(file: DataFile, names: list[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise InputError(f"{file.name}: got column {twice[0]!r} more than once; expected it once. Rename one.")
 
 
 def _read_footers(files: list[DataFile], columns: dict[str, ColumnProfile]) -> int:
@@ -214,11 +230,3 @@ def _read_footers(files: list[DataFile], columns: dict[str, ColumnProfile]) -> i
         if name in columns and None not in values:
             columns[name].low, columns[name].high = min(values), max(values)
     return total
-
-
-def _separator(file: DataFile) -> str:
-    """Return the separator of a text file: a tab if its header has one, else a comma, else a semicolon."""
-    with file.open() as stream:
-        source = pa.input_stream(stream, compression="gzip" if file.name.endswith(".gz") else None)
-        header = source.read(1 << 16).split(b"\n")[0]
-    return next((mark.decode() for mark in (b"\t", b",", b";") if mark in header), ",")

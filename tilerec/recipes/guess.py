@@ -20,9 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from tilerec.data.columns import nearest
+from tilerec.data.columns import nearest, plain_name
+from tilerec.data.text_files import ENDINGS as TEXT_ENDINGS
 from tilerec.errors import ConfigError
 from tilerec.recipes.data_profile import ColumnProfile, DataProfile
 from tilerec.train.toml_text import toml_text
@@ -38,7 +40,6 @@ _ID_WORDS = {"id", "ids", "user", "item", "product", "ad", "campaign", "site", "
 _COUNT_WORDS = {"count", "counts", "num", "number", "n", "price", "amount", "age", "days", "hours", "total", "sum",
                 "avg", "mean", "rate", "ratio", "score", "duration", "length", "size", "clicks", "views"}  # fmt: skip
 _SEQUENCE_WORDS = {"hist", "history", "seq", "sequence", "last", "recent", "past", "previous", "watched"}
-_TIME_TYPES = {f"timestamp[{unit}]": pa.timestamp(unit) for unit in ("s", "ms", "us", "ns")}
 _LONG_TEXT = 60
 _MOST_TABLE_ROWS = 10_000_000
 _LEAST_TABLE_ROWS = 16
@@ -84,11 +85,27 @@ def guess_roles(profile: DataProfile, label: str | None = None) -> list[Guess]:
     for extra in weights[1:]:
         found[found.index(extra)] = replace(extra, role="", why="a weight too; another is used")
     found = _with_weights(found, columns)
+    found = _with_plain_names(found)
     if not any(guess.role in ("dense", "id") for guess in found):
         raise ConfigError(
             f"{profile.name}: got no column to predict {chosen.column!r} from; expected numbers or ids. Use data with "
             "more columns."
         )
+    return found
+
+
+def _with_plain_names(guesses: list[Guess]) -> list[Guess]:
+    """Return the guesses; id columns whose names cannot be those of tables get a name of their own."""
+    taken = {guess.column for guess in guesses}
+    found = []
+    for guess in guesses:
+        plain = plain_name(guess.column)
+        if guess.role == "id" and plain != guess.column:
+            while plain in taken:
+                plain += "_"
+            taken.add(plain)
+            guess = replace(guess, settings={**guess.settings, "name": plain})
+        found.append(guess)
     return found
 
 
@@ -139,6 +156,11 @@ def _as_label(column: ColumnProfile, why: str) -> Guess:
             f"--label: got {column.name!r} with {column.missing:,} missing values; expected a value in each row. "
             "Remove these rows, or choose another column."
         )
+    if not np.isfinite(column.sample).all():
+        raise ConfigError(
+            f"--label: got {column.name!r} with infinite values; expected finite numbers. Correct these rows, or "
+            "choose another column."
+        )
     if column.sample.min() == column.sample.max():
         raise ConfigError(
             f"--label: got {column.name!r}, which is {column.sample[0]:g} in all rows; expected different values. "
@@ -146,12 +168,21 @@ def _as_label(column: ColumnProfile, why: str) -> Guess:
         )
     settings: dict[str, Any] = {"column": column.name}
     if not _is_binary(column):
-        # Ratings on a scale of 5 are likes from 4 on, by convention; other numbers are cut at their middle.
-        rating = column.sample.max() <= 5 and column.sample.min() >= 0
-        settings["at_least"] = 4.0 if rating else float(np.median(column.sample))
+        settings["at_least"] = _cut(column.sample)
         why += f"; 1 for values of at least {settings['at_least']:g}"
     share = float((column.sample >= settings.get("at_least", 1)).mean())
     return Guess(column.name, column.type, "label", f"{why}; {100 * share:.1f}% are 1", settings)
+
+
+def _cut(labels: npt.NDArray[np.float64]) -> float:
+    """Return the least label that counts as 1, above the smallest one.
+
+    Ratings on a scale of 5 are likes from 4 on, by convention; other numbers are cut at their middle.
+    """
+    low, high = labels.min(), labels.max()
+    if low >= 0 and low < 4 <= high <= 5:
+        return 4.0
+    return float(max(np.median(labels), labels[labels > low].min()))
 
 
 def _role(column: ColumnProfile, profile: DataProfile) -> Guess:
@@ -159,14 +190,18 @@ def _role(column: ColumnProfile, profile: DataProfile) -> Guess:
     words = words_of(column.name)
     if column.missing == column.rows:
         return replace(ignored, why="all values are missing")
+    if column.values and column.distinct <= 1 and not column.kind.startswith("list"):
+        return replace(ignored, why="one value in all rows")
     if _is_time(column, words):
+        if column.missing:
+            return replace(ignored, why=f"a time, but {column.missing:,} values are missing")
         split = _split(column, profile)
         why = "a time: the latest tenth is held out" if split else "a time; set hold_out to split by it"
         return replace(ignored, role="time", why=why, settings=split)
     if column.name.lower() in _WEIGHTS and _is_number(column) and column.sample.min() >= 0:
+        if column.missing:
+            return replace(ignored, why=f"named like a weight of samples, but {column.missing:,} are missing")
         return replace(ignored, role="weight", why="named like a weight of samples")
-    if column.distinct <= 1 and not column.kind.startswith("list"):
-        return replace(ignored, why="one value in all rows")
     if column.kind in ("list of integer", "list of text"):
         return _list(column, words, profile)
     if column.kind == "text":
@@ -185,7 +220,7 @@ def _role(column: ColumnProfile, profile: DataProfile) -> Guess:
 
 
 def _is_time(column: ColumnProfile, words: list[str]) -> bool:
-    if column.is_time:
+    if column.time_type is not None:
         return True
     named = column.name.lower() in _TIMES or any(word in ("timestamp", "datetime", "ts") for word in words)
     return named and column.kind in ("integer", "number") and len(column.sample) > 0 and column.sample.min() > 1e8
@@ -195,14 +230,18 @@ def _split(column: ColumnProfile, profile: DataProfile) -> dict[str, Any]:
     """Return the first held-out time: nine tenths of the rows, or of the time, come before it."""
     if profile.total == profile.rows and column.values <= len(column.sample):
         at: Any = float(np.quantile(column.sample, 0.9))
-        if column.is_time:
-            kind = _TIME_TYPES.get(column.type)
-            return {"column": column.name, "at_least": str(pa.scalar(int(at), pa.int64()).cast(kind))} if kind else {}
-    elif column.low is None or column.is_time:
+        if at <= column.sample.min():
+            return {}
+        if column.time_type is not None:
+            stored = pa.int32() if column.time_type.bit_width == 32 else pa.int64()
+            return {"column": column.name, "at_least": str(pa.scalar(int(at), stored).cast(column.time_type))}
+    elif column.low is None or column.time_type is not None:
         return {}
     else:
-        at = column.low + 0.9 * (column.high - column.low)
-    return {"column": column.name, "at_least": f"{at:.0f}" if column.kind == "integer" else repr(at)}
+        low, high = float(column.low), float(column.high)
+        at = low + 0.9 * (high - low)
+    whole = column.kind == "integer" or column.type.startswith("decimal")
+    return {"column": column.name, "at_least": f"{at:.0f}" if whole else repr(at)}
 
 
 def _is_count(column: ColumnProfile, words: list[str]) -> bool:
@@ -223,7 +262,9 @@ def _is_unique(column: ColumnProfile) -> bool:
 
 def _dense(column: ColumnProfile, why: str) -> Guess:
     settings: dict[str, Any] = {"column": column.name}
-    sample = column.sample[np.isfinite(column.sample)]
+    sample = column.sample
+    if np.abs(sample).max() > np.finfo(np.float32).max:
+        return Guess(column.name, column.type, "", "numbers that are infinite, or too large for float32")
     low, high, std = float(sample.min()), float(sample.max()), float(sample.std())
     if low >= -10 and high > 100 and high > 10 * max(1.0, float(np.median(sample))):
         settings["transform"] = "log"
@@ -340,19 +381,22 @@ def run_text(profile: DataProfile, path: str, guesses: list[Guess]) -> str:
     columns["labels"] = [guess.settings for guess in roles["label"]]
     columns["dense"] = [guess.settings for guess in roles["dense"]]
     columns["ids"] = [guess.settings for guess in roles["id"]]
-    columns["tables"] = [{"name": guess.column, "rows": guess.table_rows} for guess in roles["id"]]
+    columns["tables"] = [
+        {"name": guess.settings.get("name", guess.column), "rows": guess.table_rows} for guess in roles["id"]
+    ]
     time = next((guess.settings for guess in guesses if guess.role == "time" and guess.settings), None)
     document = {
         "data": {
             "kind": "files",
             "path": [path],
+            **({"format": "text"} if profile.format == "text" and not path.endswith(TEXT_ENDINGS) else {}),
             "hold_out": time or {"every": 10},
             "columns": {name: value for name, value in columns.items() if value},
         },
         "model": _model(guesses),
         "train": _train(profile),
     }
-    ignored = [f"  {guess.column}: {guess.why}" for guess in guesses if not guess.role]
+    ignored = [f"  {' '.join(guess.column.splitlines())}: {guess.why}" for guess in guesses if not guess.role]
     head = [
         f"First run file for {path}, from {profile.rows:,} rows.",
         "Roles and sizes are guesses: correct them. docs/training.md lists every setting.",
