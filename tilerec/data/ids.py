@@ -149,15 +149,14 @@ def open_ids(
     for name in chosen:
         if name not in layout[1]:
             raise _no_column(file, name, layout[1])
-    wanted = tuple(Column(name, ColumnKind.TEXT) for name in (chosen if headed else layout[1]))
     text = DelimitedFile(
         file,
-        wanted,
+        tuple(Column(name, ColumnKind.TEXT) for name in (chosen if headed else layout[1])),
         delimiter=layout[0].decode(),
         header=headed,
+        quotes=layout[0] != b"\t",
         on_bad_row=on_bad_row,
         block_bytes=block_bytes,
-        quotes=layout[0] != b"\t",
     )
     return _DelimitedIds(text, chosen, separator)
 
