@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.export.signature import BATCH, InputSpec, Signature, Size, TensorSpec
+from tilerec.export.signature import BATCH, Signature, Size, TensorSpec
+from tilerec.export.signature import InputSpec as InputSpec
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.torch_private import pytree

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import InputError
-from tilerec.export.arguments import value_of
+from tilerec.export.arguments import InputSpec, value_of
 from tilerec.export.loading import Package
 from tilerec.export.manifest import TableEntry
-from tilerec.export.signature import InputSpec
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
