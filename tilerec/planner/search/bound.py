@@ -21,7 +21,7 @@ import numpy as np
 from tilerec.planner.search.instance import Bools, Ints
 from tilerec.planner.search.relaxed import NEVER, Dual, Relaxed, least, price_of_limits, with_prices
 
-MOST_SETS = 256  # sets of charges that are told apart; of more, one set without a charge is the bound
+MOST_SETS = 256  # sets of charges, each bounded by itself; of more, one set without a charge is the bound
 
 
 @dataclass(frozen=True, eq=False)
