@@ -79,9 +79,10 @@ def test_each_tower_takes_the_features_that_its_tables_read() -> None:
 
 def test_sharded_towers_return_the_numbers_of_unsharded_ones() -> None:
     expected = EmbeddingTowerCollection(_towers())(_batch())
+    copies = [EmbeddingTowerCollection(_towers()) for _ in range(2)]  # ranks that are threads share torch's generator
 
     def rank(group: ThreadGroup) -> Tensor:
-        sharded = shard(EmbeddingTowerCollection(_towers()), row_wise(), group)
+        sharded = shard(copies[group.rank], row_wise(), group)
         return sharded(_batch()).detach()  # type: ignore[no-any-return]
 
     for found in run_virtual_ranks(2, rank):
