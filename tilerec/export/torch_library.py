@@ -91,7 +91,8 @@ def _load_torch() -> None:
     if "torch" in sys.modules:
         return
     try:
-        ctypes.CDLL(str(torch_home() / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
+        # With what it needs: libtorch_cpu.so, and in builds for GPUs the libraries that their packages are linked to.
+        ctypes.CDLL(str(torch_home() / "lib" / "libtorch.so"), mode=ctypes.RTLD_GLOBAL)
     except OSError:  # a build for GPUs whose libraries the system does not find: torch's modules do
         import torch as torch
 
