@@ -116,6 +116,30 @@ def test_a_rank_that_cannot_read_ends_the_pass_on_all_ranks_at_the_same_batch(ma
     run_virtual_ranks(2, _failing, make)
 
 
+def _all_waited(make: Any) -> tuple[int, list[str]]:
+    handles: list[Any] = []
+    begin = ProcessGroupComms._all_to_all
+
+    def recorded(self: ProcessGroupComms, *args: Any) -> Any:
+        handles.append(begin(self, *args))
+        return handles[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupComms, "_all_to_all", recorded)
+        group = ProcessGroupComms()
+        model = model_of(group)
+        pipelined(make(model, dense_optimizer(model), CPU), (batch_of(k) for k in range(2 + group.rank)))
+    return len(handles), [handle.title for handle in handles if handle.works]
+
+
+@pytest.mark.parametrize("make", TRAINING)
+def test_no_message_is_in_flight_after_a_pass(make: Any) -> None:
+    """A process that exits while gloo receives a message may be aborted."""
+    for messages, in_flight in run_ranks(2, _all_waited, make):
+        assert messages > 10
+        assert in_flight == []
+
+
 def _counted(group: Group, make: Any, count: int) -> int:
     model = model_of(group)
     pipeline = make(model, dense_optimizer(model), CPU)

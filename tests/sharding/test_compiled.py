@@ -49,6 +49,7 @@ def test_one_graph_has_the_bits_of_eager_mode_for_every_batch_size(case: Case, p
 
 
 @NIGHTLY
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", FORMS)
@@ -60,6 +61,7 @@ def test_every_tiling_and_form(form: str, backend: str, world: int, pools: dict[
 
 
 @NIGHTLY
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", MANAGED)

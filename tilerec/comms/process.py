@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilerec.comms.deadlock import Call, DeadlockDetector
+from tilerec.comms.exit_wait import MessagesInFlight
 from tilerec.comms.group import Group
 from tilerec.comms.stage_reports import StageReports
 from tilerec.comms.traffic import Traffic
@@ -50,6 +51,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _PEERS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
 # One `DeadlockDetector` per process group, shared by all groups over it and the channels opened from them.
 _WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeadlockDetector] = weakref.WeakKeyDictionary()
+_IN_FLIGHT = MessagesInFlight()
 
 
 def is_peer_failure(text: str) -> bool:
@@ -232,7 +234,7 @@ class ProcessGroupComms(Group):
             output.detach().copy_(input.detach())
             return _CollectiveHandle(self, title, [], output, (), None)
         call = self._watch.begin(title, self._name, self._members)
-        wires = _native(output), _native(input)
+        wires = output, input
         if input.dtype not in _NATIVE:
             item = input.element_size()
             wires = _bytes(output), _bytes(input)
@@ -245,10 +247,11 @@ class ProcessGroupComms(Group):
             wires = back[1], wires[1].to(to)
         try:
             # Calls the process group's method: torch.distributed's wrapper costs more than a small exchange.
-            work = self._process_group.alltoall_base(*wires, list(output_splits), list(input_splits), _ASYNC)
+            sent = [wire.detach() for wire in wires]
+            work = self._process_group.alltoall_base(*sent, list(output_splits), list(input_splits), _ASYNC)
         except RuntimeError as error:
             raise self._error(title, error) from error
-        return _CollectiveHandle(self, title, [work], output, (input, *wires), call, back)
+        return self._noted(_CollectiveHandle(self, title, [work], output, (input, *wires), call, back), sent)
 
     def _all_reduce_(self, name: str, tensor: Tensor) -> _CollectiveHandle:
         title = f"all_reduce '{name}'"
@@ -256,15 +259,22 @@ class ProcessGroupComms(Group):
         if self.size == 1:
             return _CollectiveHandle(self, title, [], tensor, (), None)
         call = self._watch.begin(title, self._name, self._members)
-        wire, back = _native(tensor), None
+        wire, back = tensor, None
         if self._carrier(tensor) != tensor.device:
             wire = wire.to(self._carrier(tensor))
-            back = _native(tensor), wire
+            back = tensor, wire
         try:
-            work = dist.all_reduce(wire, group=self._process_group, async_op=True)
+            sent = [wire.detach()]
+            work = dist.all_reduce(sent[0], group=self._process_group, async_op=True)
         except RuntimeError as error:
             raise self._error(title, error) from error
-        return _CollectiveHandle(self, title, [work], tensor, (wire,), call, back)
+        return self._noted(_CollectiveHandle(self, title, [work], tensor, (wire,), call, back), sent)
+
+    def _noted(self, handle: _CollectiveHandle, sent: list[Tensor]) -> _CollectiveHandle:
+        """Return the handle of a message sent through the aliases `sent`."""
+        if self._backends.get(sent[0].device.type) == "gloo":
+            _IN_FLIGHT.add(handle, sent)
+        return handle
 
     def _carrier(self, tensor: Tensor) -> torch.device:
         """Return the device from which a tensor can be sent; NCCL cannot send host rows of cached tables."""
@@ -393,8 +403,12 @@ class _CollectiveHandle:
             self.group._finish(self.title, work, device, self.call)
         if self.back is not None:
             self.back[0].detach().copy_(self.back[1])
-        self.works, self.alive, self.back = (), (), None
+        self.release()
         return self.output
+
+    def release(self) -> None:
+        """Drop the message."""
+        self.works, self.alive, self.back = (), (), None
 
     def is_done(self) -> bool:
         return all(work.is_completed() for work in self.works)
@@ -427,8 +441,3 @@ class _ExchangeHandle:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.uint8)
-
-
-def _native(tensor: Tensor) -> Tensor:
-    """Return the tensor without autograd, for the backend."""
-    return tensor.detach() if tensor.requires_grad else tensor

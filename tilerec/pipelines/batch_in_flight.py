@@ -78,6 +78,16 @@ class BatchInFlight:
         """True if the batch has a number for the other ranks that has not been sent."""
         return self.number is not None and self.handle is None and self.carrier is None
 
+    def wait(self) -> None:
+        """Wait for the messages in flight of a batch that trains on no rank."""
+        if self.handle is not None:
+            self.handle.wait()
+        for route in self.begun:
+            if route.flight is not None and route.flight.headers is not None:
+                route.flight.headers.wait()
+            if route.routed is not None:
+                route.routed.wait()
+
     def release(self) -> None:
         """Release the batch's memory, after the forward."""
         self.batch = self.marks = None

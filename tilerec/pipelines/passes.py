@@ -74,6 +74,10 @@ class Pass:
         if self._even is not None and not first.unread:
             self.over = True
             if self._even.read(first) is None:
+                # All ranks have posted headers for batches after the end. A process that exits before they have
+                # arrived is aborted: gloo's thread then needs the interpreter.
+                for batch in (first, *self.batches):
+                    batch.wait()
                 raise StopIteration
             self.over = False
         if first.error is not None:

@@ -58,6 +58,12 @@ class PostedHeaders:
     sent: StreamEvent | None  # on a GPU; another stream may be current when the headers are read
     received_notes: list[int] = field(default_factory=list)
 
+    def wait(self) -> None:
+        """Wait for the headers of all ranks, without their contents."""
+        self.handle.wait()
+        if self.refusals is not None:
+            self.refusals.wait()
+
     def read(self) -> Headers:
         """Wait for the headers of all ranks, and return their contents."""
         if self.sent is not None:
