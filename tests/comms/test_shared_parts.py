@@ -1,0 +1,162 @@
+"""All-to-alls whose large parts stay in their sender's memory: results of sockets, and memory that is released."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilerec.comms.process import ProcessGroupComms
+from tilerec.comms.shared_parts import SharedHandle
+from tilerec.errors import CommsError
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.shard import shard
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.optimizer import SGD
+from tilerec.spec.plan import ParameterSharding
+from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.spec.topology import Topology
+from tilerec.testing.ranks import RankError, run_ranks
+
+LEAST = 64
+
+
+def group_of(least: int = LEAST) -> ProcessGroupComms:
+    group = ProcessGroupComms()
+    group._shared.least_bytes = least
+    return group
+
+
+def sent(group: ProcessGroupComms, sizes: list[list[int]], dtype: torch.dtype) -> tuple[Tensor, list[int], list[int]]:
+    """Return this rank's input, and its sizes to and from each rank: `sizes[sender][receiver]`."""
+    out = sizes[group.rank]
+    into = [row[group.rank] for row in sizes]
+    parts = [torch.arange(n) % 50 + 10 * group.rank + p for p, n in enumerate(out)]
+    return torch.cat(parts).to(dtype), out, into
+
+
+def expected(group: ProcessGroupComms, sizes: list[list[int]], dtype: torch.dtype) -> Tensor:
+    parts = [torch.arange(row[group.rank]) % 50 + 10 * rank + group.rank for rank, row in enumerate(sizes)]
+    return torch.cat(parts).to(dtype)
+
+
+def _all_sizes() -> list[str]:
+    """Return the calls with another result than expected, and the kinds of handles."""
+    group = group_of()
+    wrong: list[str] = []
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64):
+        for sizes in (
+            [[500, 400, 0], [300, 0, 3], [0, 200, 100]],  # shared, in the message, of the rank itself, empty
+            [[0, 700, 0], [0, 0, 700], [700, 0, 0]],  # one part each
+            [[0, 1, 2], [3, 0, 4], [5, 6, 0]],
+        ):
+            input, out, into = sent(group, sizes, dtype)
+            for output in (torch.empty(sum(into), dtype=dtype), None):
+                handle = group.all_to_all("parts", output, input.clone(), into, out)
+                received = handle.wait()
+                if not torch.equal(received, expected(group, sizes, dtype)) or handle.wait() is not received:
+                    wrong.append(f"{dtype} {sizes}")
+                if isinstance(handle, SharedHandle) != (max(out + into) > 6):
+                    wrong.append(f"{dtype} {sizes}: {type(handle).__name__}")
+    return wrong
+
+
+def test_parts_of_any_size_and_dtype_arrive_unchanged_between_three_ranks() -> None:
+    assert run_ranks(3, _all_sizes) == [[], [], []]
+
+
+def _two_ways() -> tuple[list[int], bool]:
+    group = group_of()
+    peer = 1 - group.rank
+    sizes = [1000 * (rank == peer) for rank in range(2)]
+    addresses = []
+    for turn in range(4):
+        buffer = group.send_buffer(4000) if turn else torch.empty(4000, dtype=torch.uint8)
+        assert buffer is not None
+        input = buffer.view(torch.float32).fill_(turn + group.rank)
+        received = group.all_to_all("turns", None, input, sizes, sizes).wait()
+        assert torch.equal(received, torch.full((1000,), float(turn + peer)))
+        addresses.append(input.data_ptr())
+        del buffer, input, received
+        group.barrier()  # the peer has released its part
+    dropped = group.all_to_all("dropped", None, torch.zeros(1000), sizes, sizes)
+    while not dropped.is_done():
+        pass
+    del dropped
+    group.all_to_all("next", None, torch.zeros(1000), sizes, sizes).wait()
+    group.barrier()
+    arena = group._shared._arena
+    assert arena is not None
+    return addresses[1:], all(arena._is_free(block) for own in arena._blocks.values() for block in own)
+
+
+def test_steps_reuse_one_block_and_dropped_results_release_theirs() -> None:
+    for addresses, all_free in run_ranks(2, _two_ways):
+        assert len(set(addresses)) == 1
+        assert all_free
+
+
+def _switched_off() -> tuple[bool, bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        group = group_of()
+        if group.rank == 1:
+            patch.setenv("TILEREC_SHARED_MEMORY", "0")
+        sizes = [500, 500]
+        received = group.all_to_all("numbers", None, torch.full((1000,), float(group.rank)), sizes, sizes).wait()
+        assert torch.equal(received, torch.tensor([0.0, 1.0]).repeat_interleave(500))
+    return group.send_buffer(4000) is None, group._shared._arena is None
+
+
+def test_ranks_use_sockets_if_one_of_them_has_switched_shared_memory_off() -> None:
+    assert run_ranks(2, _switched_off) == [(True, False), (True, True)]
+
+
+def _one_aborts() -> str:
+    group = group_of()
+    if group.rank == 1:
+        group.abort(ArithmeticError("0 divides nothing"))
+        raise ArithmeticError("0 divides nothing")
+    try:
+        group.all_to_all("numbers", None, torch.zeros(1000), [500, 500], [500, 500])
+    except CommsError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_whose_peer_fails_before_the_first_large_message_raises() -> None:
+    with pytest.raises((RankError, ArithmeticError)) as raised:
+        run_ranks(2, _one_aborts)
+    assert "0 divides nothing" in str(raised.value)
+
+
+def _steps(least: int) -> list[Tensor]:
+    names = ["a", "b", "c"]
+    module = EmbeddingBagCollection([EmbeddingBagConfig(40, 16, name, feature_names=[name]) for name in names])
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    apply_optimizer_in_backward(SGD, module.parameters(), {"lr": 0.1})
+    kinds = {"a": "row_wise", "b": "table_wise", "c": "data_parallel"}
+    plan = {name: ParameterSharding(kind, ranks=[1] if kind == "table_wise" else None) for name, kind in kinds.items()}
+    group = group_of(least)
+    sharded = shard(module, plan={"": plan}, topology=Topology(2, "cpu"), group=group)
+    outputs = []
+    for step in range(3):
+        generator.manual_seed(10 * step + group.rank)
+        ids = torch.randint(40, (3 * 30 * 4,), generator=generator)
+        batch = KeyedJaggedTensor(names, ids, lengths=torch.full((90,), 4, dtype=torch.int32))
+        values = sharded(batch).values()
+        (values * torch.randn(values.shape, generator=generator)).sum().backward()
+        outputs.append(values.detach())
+    return [*outputs, *(leaf.detach() for leaf in sharded.parameters())]
+
+
+def _both() -> bool:
+    shared, sockets = _steps(LEAST), _steps(1 << 40)
+    return all(torch.equal(a, b) for a, b in zip(shared, sockets, strict=True))
+
+
+def test_sharded_steps_have_the_bits_of_messages_through_sockets() -> None:
+    assert run_ranks(2, _both) == [True, True]
