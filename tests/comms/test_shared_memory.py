@@ -17,7 +17,7 @@ READER = 1
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    yield Arena(3)
+    return Arena(3)
 
 
 def peer_of(arena: Arena) -> PeerArena:
@@ -58,7 +58,9 @@ def test_a_block_is_reused_only_after_its_sender_and_its_readers_have_released_i
 
 def test_a_block_that_was_sent_holds_no_further_message(arena: Arena) -> None:
     mine = arena.take(100)
-    assert arena.holds(mine) and arena.holds(mine[50:]) and not arena.holds(torch.zeros(100))
+    assert arena.holds(mine)
+    assert arena.holds(mine[50:])
+    assert not arena.holds(torch.zeros(100))
     arena.send(mine, READER)
     assert not arena.holds(mine)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tilerec.comms.process import ProcessGroupComms
@@ -17,13 +21,18 @@ from tilerec.spec.optimizer import SGD
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.spec.topology import Topology
-from tilerec.testing.ranks import RankError, run_ranks
+from tilerec.testing.ranks import RankError, Ranks
 
 LEAST = 64
+NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="starts three ranks: nightly")
+
+
+Pool = Callable[[int], Ranks]
 
 
 def group_of(least: int = LEAST) -> ProcessGroupComms:
-    group = ProcessGroupComms()
+    """A process group of its own: the ranks have not agreed yet."""
+    group = ProcessGroupComms(dist.new_group())
     group._shared.least_bytes = least
     return group
 
@@ -41,29 +50,36 @@ def expected(group: ProcessGroupComms, sizes: list[list[int]], dtype: torch.dtyp
     return torch.cat(parts).to(dtype)
 
 
+SIZES = {
+    2: [
+        [[500, 400], [3, 0]],  # of the rank itself, shared, in the message, empty
+        [[0, 700], [700, 0]],
+        [[0, 1], [3, 0]],
+    ],
+    3: [[[500, 400, 0], [300, 0, 3], [0, 200, 100]], [[0, 700, 0], [0, 0, 700], [700, 0, 0]]],
+}
+
+
 def _all_sizes() -> list[str]:
-    """Return the calls with another result than expected, and the kinds of handles."""
+    """Return the calls with another result than expected, or another kind of handle."""
     group = group_of()
     wrong: list[str] = []
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64):
-        for sizes in (
-            [[500, 400, 0], [300, 0, 3], [0, 200, 100]],  # shared, in the message, of the rank itself, empty
-            [[0, 700, 0], [0, 0, 700], [700, 0, 0]],  # one part each
-            [[0, 1, 2], [3, 0, 4], [5, 6, 0]],
-        ):
+        for sizes in SIZES[group.size]:
             input, out, into = sent(group, sizes, dtype)
             for output in (torch.empty(sum(into), dtype=dtype), None):
                 handle = group.all_to_all("parts", output, input.clone(), into, out)
                 received = handle.wait()
                 if not torch.equal(received, expected(group, sizes, dtype)) or handle.wait() is not received:
                     wrong.append(f"{dtype} {sizes}")
-                if isinstance(handle, SharedHandle) != (max(out + into) > 6):
+                if isinstance(handle, SharedHandle) != (max(out + into) > 3):
                     wrong.append(f"{dtype} {sizes}: {type(handle).__name__}")
     return wrong
 
 
-def test_parts_of_any_size_and_dtype_arrive_unchanged_between_three_ranks() -> None:
-    assert run_ranks(3, _all_sizes) == [[], [], []]
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=NIGHTLY)])
+def test_parts_of_any_size_and_dtype_arrive_unchanged(pool: Pool, ranks: int) -> None:
+    assert pool(ranks).run(_all_sizes) == [[]] * ranks
 
 
 def _two_ways() -> tuple[list[int], bool]:
@@ -91,8 +107,8 @@ def _two_ways() -> tuple[list[int], bool]:
     return addresses[1:], all(arena._is_free(block) for own in arena._blocks.values() for block in own)
 
 
-def test_steps_reuse_one_block_and_dropped_results_release_theirs() -> None:
-    for addresses, all_free in run_ranks(2, _two_ways):
+def test_steps_reuse_one_block_and_dropped_results_release_theirs(pool: Pool) -> None:
+    for addresses, all_free in pool(2).run(_two_ways):
         assert len(set(addresses)) == 1
         assert all_free
 
@@ -108,26 +124,8 @@ def _switched_off() -> tuple[bool, bool]:
     return group.send_buffer(4000) is None, group._shared._arena is None
 
 
-def test_ranks_use_sockets_if_one_of_them_has_switched_shared_memory_off() -> None:
-    assert run_ranks(2, _switched_off) == [(True, False), (True, True)]
-
-
-def _one_aborts() -> str:
-    group = group_of()
-    if group.rank == 1:
-        group.abort(ArithmeticError("0 divides nothing"))
-        raise ArithmeticError("0 divides nothing")
-    try:
-        group.all_to_all("numbers", None, torch.zeros(1000), [500, 500], [500, 500])
-    except CommsError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_rank_whose_peer_fails_before_the_first_large_message_raises() -> None:
-    with pytest.raises((RankError, ArithmeticError)) as raised:
-        run_ranks(2, _one_aborts)
-    assert "0 divides nothing" in str(raised.value)
+def test_ranks_use_sockets_if_one_of_them_has_switched_shared_memory_off(pool: Pool) -> None:
+    assert pool(2).run(_switched_off) == [(True, False), (True, True)]
 
 
 def _steps(least: int) -> list[Tensor]:
@@ -141,7 +139,7 @@ def _steps(least: int) -> list[Tensor]:
     kinds = {"a": "row_wise", "b": "table_wise", "c": "data_parallel"}
     plan = {name: ParameterSharding(kind, ranks=[1] if kind == "table_wise" else None) for name, kind in kinds.items()}
     group = group_of(least)
-    sharded = shard(module, plan={"": plan}, topology=Topology(2, "cpu"), group=group)
+    sharded = shard(module, plan={"": plan}, topology=Topology(2, "cpu"), mesh=group)
     outputs = []
     for step in range(3):
         generator.manual_seed(10 * step + group.rank)
@@ -158,5 +156,40 @@ def _both() -> bool:
     return all(torch.equal(a, b) for a, b in zip(shared, sockets, strict=True))
 
 
-def test_sharded_steps_have_the_bits_of_messages_through_sockets() -> None:
-    assert run_ranks(2, _both) == [True, True]
+def test_sharded_steps_have_the_bits_of_messages_through_sockets(pool: Pool) -> None:
+    assert pool(2).run(_both) == [True, True]
+
+
+def _unequal_sizes() -> str:
+    group = group_of()
+    into, out = ([0, 400], [0, 300]) if group.rank == 0 else ([400, 0], [400, 0])
+    handle = group.all_to_all("parts", None, torch.zeros(sum(out)), into, out)
+    try:
+        handle.wait()
+    except CommsError as error:
+        return str(error)
+    return "received"
+
+
+def test_parts_of_another_size_than_their_receiver_expects_are_an_error(pool: Pool) -> None:
+    received, refused = pool(2).run(_unequal_sizes)
+    assert received == "received"
+    assert "got a part of 1200 bytes; expected 1600. A rank makes other calls" in refused
+
+
+def _one_aborts() -> str:
+    group = group_of()
+    if group.rank == 1:
+        group.abort(ArithmeticError("0 divides nothing"))
+        raise ArithmeticError("0 divides nothing")
+    try:
+        group.all_to_all("numbers", None, torch.zeros(1000), [500, 500], [500, 500])
+    except CommsError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_whose_peer_fails_before_the_first_large_message_raises(pool: Pool) -> None:
+    with pytest.raises((RankError, ArithmeticError)) as raised:
+        pool(2).run(_one_aborts)
+    assert "0 divides nothing" in str(raised.value)

@@ -294,7 +294,7 @@ class ProcessGroupComms(Group):
             raise
         except RuntimeError as error:
             raise self._error(call.title, error, call) from error
-        return self._shared.pack(_bytes(input), sends, receives, self._members)
+        return self._shared.pack(call.title, _bytes(input), sends, receives, self._members)
 
     def _all_reduce_(self, name: str, tensor: Tensor) -> _CollectiveHandle:
         title = f"all_reduce '{name}'"

@@ -1,7 +1,7 @@
 """Memory of a rank that other ranks of its machine read: large parts of an all-to-all stay in their sender's memory.
 
 gloo copies a message into a socket and out of it, which takes as much processor time as the step's own copies of the
-same rows. Here the message has the position of the data instead (8 bytes), and the receiver reads them where they are.
+same rows. Here the message has the position of the data instead, and the receiver reads them where they are.
 
 Nouns
   arena   memory of one rank, a file without a name (memfd) that its peers map; pages exist once they are written

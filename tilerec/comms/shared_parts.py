@@ -2,7 +2,7 @@
 
     part      data of one rank for another; both know its size
     small     a part below `least_bytes`, or between ranks that share no memory: it travels in the message
-    shared    every other part: the message has its `Place` (16 bytes), and the receiver reads it where it lies
+    shared    every other part: the message has its `Place` and size (24 bytes), and the receiver reads it where it lies
 
 A sender and a receiver agree once, over the group's store, whether parts are shared between them: the receiver tries
 to map the sender's arena. Both must be of one machine, of the same namespaces (of processes and networks) and one user.
@@ -29,7 +29,7 @@ from tilerec.errors import CommsError
 from tilerec.ops.backends import reused_empty
 
 _KEY = "tilerec/shared_memory"
-_PLACE = struct.Struct("<qq")
+_PLACE = struct.Struct("<qqq")  # of part and block, and the size
 _LONGEST_PAUSE_S = 0.25
 
 
@@ -121,10 +121,13 @@ class SharedParts:
 
     # -- messages ----------------------------------------------------------------------------------------------
 
-    def pack(self, input: Tensor, sends: list[int], receives: list[int], ranks: Sequence[int]) -> SharedMessage | None:
+    def pack(
+        self, title: str, input: Tensor, sends: list[int], receives: list[int], ranks: Sequence[int]
+    ) -> SharedMessage | None:
         """Return the message of a call; None if none of its parts is shared.
 
         Args:
+            title: of the call, in errors.
             input: the parts for each rank of the channel, as bytes.
             sends, receives: bytes for and from each rank of the channel; 0 for this rank itself.
             ranks: numbers of the channel's ranks.
@@ -147,10 +150,10 @@ class SharedParts:
                     parts[p] = copy.copy_(parts[p])
             for p in out:
                 place = self._arena.send(parts[p], ranks[p])
-                parts[p] = torch.frombuffer(bytearray(_PLACE.pack(*place)), dtype=torch.uint8)
+                parts[p] = torch.frombuffer(bytearray(_PLACE.pack(*place, sends[p])), dtype=torch.uint8)
         sizes = [size if arena is None else _PLACE.size for size, arena in zip(receives, arenas, strict=True)]
         wires = torch.cat(parts), torch.empty(sum(sizes), dtype=torch.uint8)
-        return SharedMessage(*wires, [part.numel() for part in parts], sizes, receives, arenas, kept)
+        return SharedMessage(title, *wires, [part.numel() for part in parts], sizes, receives, arenas, kept)
 
     # -- results that are dropped ------------------------------------------------------------------------------
 
@@ -170,6 +173,7 @@ class SharedMessage:
     """A call some of whose parts are shared.
 
     Args:
+        title: of the call.
         input, output: the message's bytes, and those that arrive.
         input_splits, output_splits: of these, per rank.
         receives: bytes from each rank, shared parts included.
@@ -177,6 +181,7 @@ class SharedMessage:
         kept: the memory of the parts that this rank shares, until the call has ended.
     """
 
+    title: str
     input: Tensor
     output: Tensor
     input_splits: list[int]
@@ -188,7 +193,15 @@ class SharedMessage:
     def parts(self) -> Iterator[Tensor]:
         """Yield each rank's part, as bytes, once the call has ended."""
         for part, size, arena in zip(self.output.split(self.output_splits), self.receives, self.arenas, strict=True):
-            yield part if arena is None else arena.read(Place(*_PLACE.unpack(part.numpy())), size)
+            if arena is not None:
+                *place, sent = _PLACE.unpack(part.numpy())
+                part = arena.read(Place(*place), sent)
+                if sent != size:
+                    raise CommsError(
+                        f"{self.title}: got a part of {sent} bytes; expected {size}. A rank makes other calls: every "
+                        "rank makes the same calls in the same order."
+                    )
+            yield part
 
     def received(self, into: Tensor | None) -> Tensor:
         """Return all parts as bytes, in `into` if given; otherwise a single part remains where it lies."""
