@@ -89,7 +89,7 @@ class ProcessGroupComms(Group):
             watch = _WATCHES[whole] = DeadlockDetector(whole.get_group_store(), rank, size)
         shared = _SHARED.get(whole)
         if shared is None:
-            shared = _SHARED[whole] = SharedParts(whole.get_group_store(), rank, size)
+            shared = _SHARED[whole] = SharedParts(rank, size)
         self._open(whole, rank, tuple(range(size)), Traffic(rank, size), watch, shared, owned=False)
 
     def _open(
@@ -133,6 +133,8 @@ class ProcessGroupComms(Group):
         mine, place = self._part_of_this_rank(name, parts)
         title = f"partition '{name}'"
         self._raise_if_failed(title)
+        if self._backends.get("cpu") == "gloo":
+            self._shared.agree(self, self._members)
         traffic = self.traffic.part(parts[mine])
         try:
             process_group = self._new_group(name, parts)
@@ -282,18 +284,6 @@ class ProcessGroupComms(Group):
             return None
         item = input.element_size()
         sends, receives = [n * item for n in input_splits], [n * item for n in output_splits]
-        senders, receivers = (
-            [self._members[p] for p, size in enumerate(sizes) if size >= self._shared.least_bytes and p != self.rank]
-            for sizes in (receives, sends)
-        )
-        if not senders and not receivers:
-            return None
-        try:
-            self._shared.agree(senders, receivers, lambda: self._look(call))
-        except CommsError:
-            raise
-        except RuntimeError as error:
-            raise self._error(call.title, error, call) from error
         return self._shared.pack(call.title, _bytes(input), sends, receives, self._members)
 
     def _all_reduce_(self, name: str, tensor: Tensor) -> _CollectiveHandle:

@@ -29,7 +29,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from tilerec.ops.runtime.cpu.memory import size_class
+from tilerec.ops.backends import size_class
 
 MIN_SHARED_BYTES = 1 << 20
 """Least size of a part that stays in memory: below, a socket is about as fast."""

@@ -4,33 +4,28 @@
     small     a part below `least_bytes`, or between ranks that share no memory: it travels in the message
     shared    every other part: the message has its `Place` and size (24 bytes), and the receiver reads it where it lies
 
-A sender and a receiver agree once, over the group's store, whether parts are shared between them: the receiver tries
-to map the sender's arena. Both must be of one machine, of the same namespaces (of processes and networks) and one user.
+Ranks agree when they open a channel (`Group.split`), once per set of ranks: each tries to map the arenas of the others.
+Both must be of one machine, of the same namespaces (of processes and networks) and one user. No later call waits.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import struct
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import cast, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tilerec.comms.group import Handle
+from tilerec.comms.group import Group, Handle
 from tilerec.comms.shared_memory import MAX_RANKS, MIN_SHARED_BYTES, Arena, PeerArena, Place
 from tilerec.errors import CommsError
 from tilerec.ops.backends import reused_empty
 
-_KEY = "tilerec/shared_memory"
 _PLACE = struct.Struct("<qqq")  # of part and block, and the size
-_LONGEST_PAUSE_S = 0.25
+_Description = tuple[str, int, int, bytes]
 
 
 def is_enabled() -> bool:
@@ -50,66 +45,52 @@ class SharedParts:
     """Shared parts of the calls of one process group and the channels opened from it.
 
     Args:
-        store: the store of all ranks.
-        rank, size: this rank's number, and the number of ranks.
+        rank, size: this rank's number in the process group, and the number of ranks.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
         self.least_bytes = MIN_SHARED_BYTES  # of a shared part; the same on all ranks
-        self._lock = threading.Lock()
         self._arena: Arena | None = None
-        self._published = False
+        self._agreed: set[tuple[int, ...]] = set()  # sets of ranks
+        self._peers: dict[int, PeerArena | None] = {}  # senders; None: their parts are in the message
+        self._readers: dict[int, bool] = {}  # receivers; True: they have mapped this rank's arena
         self._unread: list[SharedHandle] = []  # calls whose results were dropped before they arrived
-        self._peers: dict[int, PeerArena | None] = {}  # senders
-        self._readers: dict[int, bool] = {}  # receivers that have mapped this rank's arena
 
     # -- agreement ---------------------------------------------------------------------------------------------
 
-    def agree(self, senders: Sequence[int], receivers: Sequence[int], look: Callable[[], None]) -> None:
-        """Agree with the peers of a call's large parts, once per pair.
+    def agree(self, group: Group, ranks: tuple[int, ...]) -> None:
+        """Agree with all ranks of a group. Collective; the second call for a set of ranks does nothing.
 
         Args:
-            look: called every now and then while this rank waits; raises if the wait cannot end.
+            ranks: numbers of the group's ranks.
         """
-        with self._lock:
-            if not self._published:
-                self._store.set(f"{_KEY}/{self._rank}", self._description())
-                self._published = True
-        for peer in senders:
-            if peer not in self._peers:
-                self._peers[peer] = self._open(json.loads(self._wait(f"{_KEY}/{peer}", look)))
-                self._store.set(f"{_KEY}/{peer}/{self._rank}", str(int(self._peers[peer] is not None)))
-        for peer in receivers:
-            if peer not in self._readers:
-                self._readers[peer] = self._wait(f"{_KEY}/{self._rank}/{peer}", look) == b"1"
+        if ranks in self._agreed:
+            return
+        self._agreed.add(ranks)
+        descriptions = dict(zip(ranks, group.all_gather_object(self._description()), strict=True))
+        for peer, description in descriptions.items():
+            if peer != self._rank and peer not in self._peers:
+                self._peers[peer] = self._open(cast("_Description | None", description))
+        mapped = [peer for peer, arena in self._peers.items() if arena is not None]
+        answers = cast("list[list[int]]", group.all_gather_object(mapped))
+        self._readers.update({peer: self._rank in answer for peer, answer in zip(ranks, answers, strict=True)})
 
-    def _description(self) -> str:
-        """Return the process and the file of this rank's arena as JSON; null if it has none."""
+    def _description(self) -> _Description | None:
+        """Return the namespaces, process, file and token of this rank's arena; None if it has none."""
         try:
             if not is_enabled() or self._size > MAX_RANKS:
-                return "null"
-            self._arena = Arena(self._size)
-            return json.dumps([_namespaces(), os.getpid(), self._arena.fd, self._arena.token.hex()])
+                return None
+            self._arena = self._arena or Arena(self._size)
+            return _namespaces(), os.getpid(), self._arena.fd, self._arena.token
         except (AttributeError, OSError, ValueError):  # no memfd, no /proc, or a limit of addresses
-            return "null"
+            return None
 
-    def _open(self, description: list[str | int] | None) -> PeerArena | None:
+    def _open(self, description: _Description | None) -> PeerArena | None:
         if description is None or self._arena is None:
             return None
         namespaces, pid, fd, token = description
-        if namespaces != _namespaces():
-            return None
-        return PeerArena.open(int(pid), int(fd), bytes.fromhex(str(token)), self._rank)
-
-    def _wait(self, key: str, look: Callable[[], None]) -> bytes:
-        pause = _LONGEST_PAUSE_S / 256
-        while not self._store.check([key]):
-            if pause >= _LONGEST_PAUSE_S:
-                look()
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        return bytes(self._store.get(key))
+        return PeerArena.open(pid, fd, token, self._rank) if namespaces == _namespaces() else None
 
     # -- memory ------------------------------------------------------------------------------------------------
 
