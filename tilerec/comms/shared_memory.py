@@ -53,6 +53,7 @@ class Place(NamedTuple):
 def _map(fd: int) -> mmap.mmap:
     memory = mmap.mmap(fd, ARENA_BYTES)
     memory.madvise(mmap.MADV_DONTFORK)  # a forked child must neither read nor write messages
+    memory.madvise(mmap.MADV_DONTDUMP)  # a core dump would fill all addresses with pages
     return memory
 
 
