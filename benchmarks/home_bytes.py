@@ -43,9 +43,10 @@ class OneOfMany(Group):
         super().__init__(rank, size, Traffic(rank, size))
 
     def _all_to_all(
-        self, name: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+        self, name: str, output: Tensor | None, input: Tensor, output_splits: Sequence[int],
+        input_splits: Sequence[int],
     ) -> Handle:  # fmt: skip
-        output.zero_()
+        output = input.new_zeros(sum(output_splits)) if output is None else output.zero_()
         starts = [0, *itertools.accumulate(output_splits)]
         if name == "header":  # the first word of a header: flags, and a digest that is equal on all ranks
             output[torch.tensor([start for start, size in zip(starts, output_splits, strict=False) if size])] = input[0]

@@ -31,10 +31,10 @@ Stages (tilerec, mean over ranks of the medians over steps; `bound` beside each)
   update     rows, in place                         rest       step minus all of these: Python, allocation, autograd
 Collectives include the wait for the other rank. "processor ms" is the main thread's own time, without any wait.
 "faults" are pages that the process used for the first time (new memory from the system; 1,000 cost about 0.5 ms or
-more). Bounds: for a collective a raw one of the same bytes between the same processes; for memory, bytes that must move
-once (distinct rows, ids, outputs) at the speed of a large copy, all ranks copying at once; both the best of a few. Data
-that is still in a cache may be faster than the latter. Replicas' ids and gradients travel at the same time: add the
-two.
+more). Bounds: for a collective a raw one of gloo of the same bytes between the same processes (shared memory may be
+faster: `TILEREC_SHARED_MEMORY=0` switches these off); for memory, bytes that must move once (distinct rows, ids,
+outputs) at the speed of a large copy, all ranks copying at once; both the best of a few. Data that is still in a cache
+may be faster than the latter. Replicas' ids and gradients travel at the same time: add the two.
 
 Legend: W ranks, T tables, E rows, D columns, B samples of a rank, L ids per bag, K batches.
 """
@@ -286,8 +286,8 @@ def _moved(name: str, args: Any, result: Any) -> int:
     return _size(args[1], result)  # encode, decode: methods
 
 
-def _raw_all_to_all(_group: Any, output: Tensor, input: Tensor, into: Any, out: Any) -> Callable[[], object]:
-    output, input, into, out = torch.zeros_like(output), torch.zeros_like(input), list(into), list(out)
+def _raw_all_to_all(_group: Any, _output: Any, input: Tensor, into: Any, out: Any) -> Callable[[], object]:
+    output, input, into, out = input.new_zeros(sum(into)), torch.zeros_like(input), list(into), list(out)
     return lambda: dist.all_to_all_single(output, input, into, out)
 
 

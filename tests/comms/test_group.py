@@ -66,6 +66,13 @@ def claim_all_to_all_moves_uneven_and_empty_parts_of_every_dtype(group: Group) -
             assert torch.equal(output, expected), (dtype, output, expected)
 
 
+def claim_an_all_to_all_without_an_output_chooses_one(group: Group) -> None:
+    splits = [3] * group.size
+    given = torch.cat([sent(group.rank, peer, 3, torch.float32) for peer in range(group.size)])
+    got = group.all_to_all("parts", None, given, splits, splits).wait()
+    assert torch.equal(got, torch.cat([sent(peer, group.rank, 3, torch.float32) for peer in range(group.size)]))
+
+
 def claim_calls_overlap_and_end_in_any_order(group: Group) -> None:
     splits = [2] * group.size
     handles = []

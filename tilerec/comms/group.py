@@ -82,28 +82,39 @@ class Group(ABC):
 
     @final
     def all_to_all(
-        self, name: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+        self, name: str, output: Tensor | None, input: Tensor, output_splits: Sequence[int],
+        input_splits: Sequence[int],
     ) -> Handle:  # fmt: skip
         """Send part p of `input` to every rank p; receive part p of `output` from every rank p.
 
         Args:
             output, input: 1-D, contiguous, one dtype (any) and device. They must not overlap, and must not be read or
-                written before `wait`.
+                written before `wait`. A tensor of `send_buffer` must not be written after the call, either. Without
+                `output`, the group chooses its memory, which may be that of a peer: `wait` then returns a tensor that
+                is only to be read.
             output_splits, input_splits: elements from and to each rank, [W]; they sum to the tensors' lengths. Rank p's
                 `input_splits[r]` must equal rank r's `output_splits[p]`: sizes are not sent.
 
         W = 2; rank 0 sends [7] to itself and [8, 9] to rank 1, rank 1 sends [5] to rank 0 and nothing to itself: rank 0
         ends with [7, 5], rank 1 with [8, 9].
         """
-        self._check_part("output", name, output, output_splits)
+        if output is not None:
+            self._check_part("output", name, output, output_splits)
         self._check_part("input", name, input, input_splits)
-        if output.dtype != input.dtype or output.device != input.device:
+        if output is not None and (output.dtype != input.dtype or output.device != input.device):
             raise ConfigError(
                 f"all_to_all '{name}' on rank {self.rank}: input is {input.dtype} on {input.device}, output "
                 f"{output.dtype} on {output.device}; expected one dtype and device."
             )
         self.traffic.record(name, input_splits, input.element_size())
         return self._all_to_all(name, output, input, output_splits, input_splits)
+
+    def send_buffer(self, size: int) -> Tensor | None:
+        """Return `size` uninitialized bytes on the CPU for the input of one `all_to_all`, which then copies nothing.
+
+        None: the group has no such memory.
+        """
+        return None
 
     @final
     def exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> Pending:
@@ -225,7 +236,7 @@ class Group(ABC):
 
     @abstractmethod
     def _all_to_all(
-        self, name: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+        self, name: str, output: Tensor | None, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle: ...  # fmt: skip
 
     @abstractmethod

@@ -33,9 +33,11 @@ from torch import Tensor
 from tilerec.comms.deadlock import Call, DeadlockDetector
 from tilerec.comms.exit_wait import MessagesInFlight
 from tilerec.comms.group import Group
+from tilerec.comms.shared_parts import SharedHandle, SharedMessage, SharedParts
 from tilerec.comms.stage_reports import StageReports
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import CommsError, ConfigError
+from tilerec.ops.backends import reused_empty
 from tilerec.ops.runtime.gpu import is_gpu
 from tilerec.torch_private import timeout_of
 
@@ -49,9 +51,10 @@ _ASYNC = dist.AllToAllOptions() if dist.is_available() else None
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 # Parts of torch's messages for a lost or late peer.
 _PEERS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
-# One `DeadlockDetector` per process group, shared by all groups over it and the channels opened from them.
+# One of each per process group, shared by all groups over it and the channels opened from them.
 _WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeadlockDetector] = weakref.WeakKeyDictionary()
 _IN_FLIGHT = MessagesInFlight()
+_SHARED: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedParts] = weakref.WeakKeyDictionary()
 
 
 def is_peer_failure(text: str) -> bool:
@@ -86,7 +89,10 @@ class ProcessGroupComms(Group):
         watch = _WATCHES.get(whole)
         if watch is None:
             watch = _WATCHES[whole] = DeadlockDetector(whole.get_group_store(), rank, size)
-        self._open(whole, rank, tuple(range(size)), Traffic(rank, size), watch, owned=False)
+        shared = _SHARED.get(whole)
+        if shared is None:
+            shared = _SHARED[whole] = SharedParts(rank, size)
+        self._open(whole, rank, tuple(range(size)), Traffic(rank, size), watch, shared, owned=False)
 
     def _open(
         self,
@@ -95,6 +101,7 @@ class ProcessGroupComms(Group):
         members: tuple[int, ...],
         traffic: Traffic,
         watch: DeadlockDetector,
+        shared: SharedParts,
         *,
         owned: bool,
     ) -> None:
@@ -107,6 +114,7 @@ class ProcessGroupComms(Group):
         self._process_group = process_group
         # Shared by all channels: an aborted peer is missing on each of them.
         self._watch = watch
+        self._shared = shared
         # Numbers in the group from which all channels were opened.
         self._members = members
         self._name = process_group.group_name
@@ -127,6 +135,8 @@ class ProcessGroupComms(Group):
         mine, place = self._part_of_this_rank(name, parts)
         title = f"partition '{name}'"
         self._raise_if_failed(title)
+        if self._backends.get("cpu") == "gloo":
+            self._shared.agree(self, self._members)
         traffic = self.traffic.part(parts[mine])
         try:
             process_group = self._new_group(name, parts)
@@ -134,7 +144,7 @@ class ProcessGroupComms(Group):
             raise self._error(title, error) from error
         channel = object.__new__(ProcessGroupComms)
         members = tuple(self._members[rank] for rank in parts[mine])
-        channel._open(process_group, place, members, traffic, self._watch, owned=True)
+        channel._open(process_group, place, members, traffic, self._watch, self._shared, owned=True)
         return channel
 
     def _new_group(self, name: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -225,15 +235,27 @@ class ProcessGroupComms(Group):
         except RuntimeError as error:  # the store died with the rank that hosted it
             raise self._error(title, error) from error
 
+    def send_buffer(self, size: int) -> Tensor | None:
+        return self._shared.buffer(size)
+
     def _all_to_all(
-        self, name: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> _CollectiveHandle:  # fmt: skip
+        self, name: str, output: Tensor | None, input: Tensor, output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> _CollectiveHandle | SharedHandle:  # fmt: skip
         title = f"all_to_all '{name}'"
         self._raise_if_failed(title)
+        call = None if self.size == 1 else self._watch.begin(title, self._name, self._members)
+        message = None if call is None else self._shared_message(call, input, output_splits, input_splits)
+        if message is not None:
+            own = message.output, message.input
+            work, sent = self._post(title, *own, message.output_splits, message.input_splits)
+            handle = self._noted(_CollectiveHandle(self, title, [work], message.output, own, call), sent)
+            return SharedHandle(self._shared, handle, message, output, input.dtype)
+        if output is None:
+            output = reused_empty(sum(output_splits), input.dtype, input.device)
         if self.size == 1:
             output.detach().copy_(input.detach())
             return _CollectiveHandle(self, title, [], output, (), None)
-        call = self._watch.begin(title, self._name, self._members)
         wires = output, input
         if input.dtype not in _NATIVE:
             item = input.element_size()
@@ -245,13 +267,30 @@ class ProcessGroupComms(Group):
             to = self._carrier(output)
             back = wires[0], torch.empty_like(wires[0], device=to)
             wires = back[1], wires[1].to(to)
+        work, sent = self._post(title, *wires, output_splits, input_splits)
+        return self._noted(_CollectiveHandle(self, title, [work], output, (input, *wires), call, back), sent)
+
+    def _post(
+        self, title: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> tuple[dist.Work, list[Tensor]]:  # fmt: skip
+        """Send a message through aliases of its tensors; return both."""
+        sent = [output.detach(), input.detach()]
         try:
             # Calls the process group's method: torch.distributed's wrapper costs more than a small exchange.
-            sent = [wire.detach() for wire in wires]
             work = self._process_group.alltoall_base(*sent, list(output_splits), list(input_splits), _ASYNC)
         except RuntimeError as error:
             raise self._error(title, error) from error
-        return self._noted(_CollectiveHandle(self, title, [work], output, (input, *wires), call, back), sent)
+        return work, sent
+
+    def _shared_message(
+        self, call: Call, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> SharedMessage | None:
+        """Return the message of an `all_to_all` that leaves large parts in memory; None if it has no such part."""
+        if input.device.type != "cpu" or self._backends.get("cpu") != "gloo":
+            return None
+        item = input.element_size()
+        sends, receives = [n * item for n in input_splits], [n * item for n in output_splits]
+        return self._shared.pack(call.title, _bytes(input), sends, receives, self._members)
 
     def _all_reduce_(self, name: str, tensor: Tensor) -> _CollectiveHandle:
         title = f"all_reduce '{name}'"

@@ -35,6 +35,7 @@ from tilerec.comms.deadlock import cycle_text, cycle_through
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import CommsError, ConfigError
+from tilerec.ops.backends import reused_empty
 from tilerec.ops.runtime.gpu import is_gpu
 
 
@@ -166,8 +167,11 @@ class ThreadGroup(Group):
         """Do nothing: a channel of threads holds no resources."""
 
     def _all_to_all(
-        self, name: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+        self, name: str, output: Tensor | None, input: Tensor, output_splits: Sequence[int],
+        input_splits: Sequence[int],
     ) -> _CallHandle:  # fmt: skip
+        if output is None:
+            output = reused_empty(sum(output_splits), input.dtype, input.device)
         share = (output, input, tuple(output_splits), tuple(input_splits))
         return self._call("all_to_all", name, share, _move_parts, output)
 

@@ -14,7 +14,9 @@ from tilerec.ops.runtime.cpu.library import LibraryStatus, library
 from tilerec.ops.runtime.cpu.library import advise_huge_pages as advise_huge_pages
 from tilerec.ops.runtime.cpu.library import release_pages as release_pages
 from tilerec.ops.runtime.cpu.library import status as status_of_library
+from tilerec.ops.runtime.cpu.memory import outputs_from as outputs_from
 from tilerec.ops.runtime.cpu.memory import reused_empty as reused_empty
+from tilerec.ops.runtime.cpu.memory import size_class as size_class
 from tilerec.ops.runtime.cpu.row_gate import RowWrite as RowWrite
 from tilerec.ops.runtime.cpu.row_gate import row_gate as row_gate
 from tilerec.ops.runtime.triton.library import TritonStatus, serves_gpus

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
-from tilerec.ops.backends import reused_empty
+from tilerec.ops.backends import outputs_from, reused_empty
 from tilerec.ops.gradient.definition import sum_rows_of_tables
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.runtime.upload import upload
@@ -157,7 +157,8 @@ def exchange_replica_gradients(
         elements += [tables[t].dim * count for t, count in zip(as_rows, distinct.get(rank, []), strict=False)]
         sizes.append(sum(elements))
     # One buffer for all replicas' gradients, this rank's included: received ones are read in place.
-    room = reused_empty(sum(sizes), record.grad.dtype, record.grad.device)
+    with outputs_from(group.send_buffer):
+        room = reused_empty(sum(sizes), record.grad.dtype, record.grad.device)
     rows = dict(zip(replicas, room.split(sizes), strict=True))
     gradients = rows[me]
     _pack_gradients(gradients, record, tables, as_bags, [sums[t][1] for t in as_rows])

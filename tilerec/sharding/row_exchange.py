@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group, Handle
-from tilerec.ops.backends import reused_empty
+from tilerec.ops.backends import outputs_from, reused_empty
 from tilerec.ops.gradient.definition import next_serial, register_saved_rows, sort_in_advance
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.lookup.row_location import LookupLayout
@@ -194,7 +194,8 @@ class RowExchange:
         layout = self.layout
         if self._read_segments:
             batch = self._batch(routed, sources, leaves)
-            rows, _ = batch.pooled_lookup(self._lookup_layout(routed), self.wide, updates=updates)
+            with outputs_from(self.group.send_buffer):
+                rows, _ = batch.pooled_lookup(self._lookup_layout(routed), self.wide, updates=updates)
         else:
             rows = torch.empty(0, dtype=self.wide, device=routed.offsets.device)
         here = sum(routed.present[s.count] * s.width for s in self._local)
@@ -202,8 +203,7 @@ class RowExchange:
         if layout.hierarchical:
             rows = self._merge(routed, rows)
         received = self._home_rows(routed)
-        into = self._receive_buffer(self._rows_in, received, rows.device)
-        handle = self._send("rows", rows, into, self._owner_rows(routed), received, self._rows_out, self._rows_in)
+        handle = self._send("rows", rows, None, self._owner_rows(routed), received, self._rows_out, self._rows_in)
         return PooledRows(routed, handle, local)
 
     def _batch(self, routed: Routed, sources: Sequence[RowSource], leaves: Sequence[Tensor]) -> FeatureBatch:
@@ -236,12 +236,12 @@ class RowExchange:
         return reused_empty(sum(decoder.sizes(received.counts, received.widths)), decoder.wire_dtype, device)
 
     def _send(
-        self, name: str, rows: Tensor, into: Tensor, sent: RowSegments, received: RowSegments, encoder: RowWire,
+        self, name: str, rows: Tensor, into: Tensor | None, sent: RowSegments, received: RowSegments, encoder: RowWire,
         decoder: RowWire,
     ) -> Handle:  # fmt: skip
         """Send rows to their homes, or gradients to the owners, in the tables' wire formats."""
         if self.layout.alone:
-            return LocalHandle(into)
+            return LocalHandle(rows[:0] if into is None else into)
         out_splits = sent.sums(encoder.sizes(sent.counts, sent.widths))
         in_splits = received.sums(decoder.sizes(received.counts, received.widths))
         wire = rows if encoder.plain else encoder.encode(rows, sent.counts, sent.widths)
@@ -411,7 +411,8 @@ class RowExchange:
         """
         routed, layout = looked.routed, self.layout
         others = self._segments(self._home, routed, places)
-        out = reused_empty(sum(self._home_rows(routed).sizes()), grad.dtype, grad.device)
+        with outputs_from(self.group.send_buffer):
+            out = reused_empty(sum(self._home_rows(routed).sizes()), grad.dtype, grad.device)
         self._pick_(out, grad, routed, others, self._home_slots)
         received = self._owner_rows(routed)
         here = sum(routed.present[s.count] * s.width for s in self._local)

@@ -15,11 +15,12 @@ Size classes are eighths of powers of two: a block is at most an eighth larger t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -74,6 +75,29 @@ class _Blocks:
 _BLOCKS = _Blocks()
 
 
+class _Source(threading.local):
+    """This thread's source of memory, tried before `_BLOCKS`."""
+
+    take: Callable[[int], Tensor | None] | None = None
+
+
+_SOURCE = _Source()
+
+
+@contextlib.contextmanager
+def outputs_from(take: Callable[[int], Tensor | None]) -> Iterator[None]:
+    """Take the memory of large outputs that ops of this thread make inside from elsewhere.
+
+    Args:
+        take: returns a number of bytes as a tensor, or None for memory as usual.
+    """
+    before, _SOURCE.take = _SOURCE.take, take
+    try:
+        yield
+    finally:
+        _SOURCE.take = before
+
+
 def reused_empty(shape: Sequence[int] | int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Return an uninitialized tensor like `torch.empty(shape)`, but reuse blocks for large CPU tensors.
 
@@ -82,6 +106,10 @@ def reused_empty(shape: Sequence[int] | int, dtype: torch.dtype, device: torch.d
     size = (math.prod(shape) if not isinstance(shape, int) else shape) * dtype.itemsize
     if size < MIN_REUSED_BYTES or (device is not None and device.type != "cpu"):
         return torch.empty(shape, dtype=dtype, device=device)
+    if _SOURCE.take is not None:
+        found = _SOURCE.take(size)
+        if found is not None:
+            return found.view(dtype).view(shape)
     block = _BLOCKS.take(size_class(size))
     # One C type per size class, not per size: ctypes never frees these types.
     lease = (ctypes.c_char * block.numel()).from_address(block.data_ptr())
