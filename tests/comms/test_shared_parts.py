@@ -33,7 +33,7 @@ Pool = Callable[[int], Ranks]
 def group_of(least: int = LEAST) -> ProcessGroupComms:
     """A process group of its own, whose ranks have agreed."""
     group = ProcessGroupComms(dist.new_group())
-    group.split("channel").close()
+    group.split("channel")  # stays open: a rank that closes it at once cuts off peers that still connect
     group._shared.least_bytes = least
     return group
 
