@@ -51,7 +51,7 @@ LARGE = 1 << 20  # tables x ranks above which even less is tried, and pieces tha
 HEADS = (*tuple((head, False) for head in (4, 5, 3)), (4, True), (6, False), (5, True))
 HEADS += tuple((head, False) for head in (8, 12, 16, 24, 48, 200))
 MIDDLING_HEADS = ((5, True), (6, False), (4, False), (10, True), (24, False))
-LARGE_HEADS = ((5, False), (6, False), (4, True))
+LARGE_HEADS = ((6, False), (5, False), (4, True))
 # Attempts to make options fit into memory: (thrift, slack). A piece takes at most 1 / thrift of a rank's free memory,
 # and options leave `slack` 64ths of it free.
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
@@ -59,7 +59,7 @@ CHARGE_SETS_TRIED = 4  # sets of fixed charges, those of the least bounds, tried
 BOX_CHOICES_PACKED = 2  # choices of options from `Boxes` that are packed
 
 # The search ends once the cost is within 1 / GOOD_PART of the bound.
-GOOD_PART, MIDDLING_GOOD_PART, LARGE_GOOD_PART = 120, 40, 25
+GOOD_PART, MIDDLING_GOOD_PART, LARGE_GOOD_PART = 120, 40, 24
 NEAR_PART = 200  # exchanges end, and the bound is not raised, within 1 / NEAR_PART of the bound
 IDLE_ATTEMPTS = 8  # a pass ends after so many consecutive attempts that each gain less than 1 / GAIN_PART
 GAIN_PART = 2000
@@ -199,7 +199,7 @@ class _Search:
         Args:
             wide: the set of charges that leaves most options.
         """
-        quarters = 3 if self.middling else 2 if self.prove else 1
+        quarters = 3 if self.middling else 2
         work, idle = self.work.part(self.whole * quarters // 4), 0
         for head, divisible in self.heads:
             packed, before = False, self.cost
