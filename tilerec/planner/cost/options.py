@@ -18,7 +18,6 @@ import numpy as np
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.allowed import Allowed
 from tilerec.planner.cost.copies_amounts import add_copies
-from tilerec.planner.cost.cuts import RangesByFrequency
 from tilerec.planner.cost.head_bytes import HeadBytes, head_bytes, read_curve
 from tilerec.planner.cost.model import NETWORK_STAGES, Model
 from tilerec.planner.cost.option_amounts import CHARGES, OptionAmounts
@@ -40,7 +39,7 @@ class Problem:
     Args:
         tables: the tables that are not pinned, in the order of the instance.
         lower: an instance whose costs and bytes no plan is below, in the same order; often the instance itself.
-        ranges: of the tables with ordered ids.
+        amounts: those of the instance.
     """
 
     model: Model
@@ -50,7 +49,7 @@ class Problem:
     lower: Instance
     stages: tuple[str, ...]
     charges: tuple[str, ...]
-    ranges: RangesByFrequency
+    amounts: OptionAmounts
 
     def sharding(self, table: int, option: int, places: Sequence[int], shares: Ints | None = None) -> ParameterSharding:
         """Return the sharding of a table with this option and these places.
@@ -59,7 +58,7 @@ class Problem:
             places: ranks, or hosts, of the pieces; () for all ranks.
             shares: of an uneven split by rows, in units of 1 / SHARE.
         """
-        return sharding_of(self.model, table, self.options[option], places, shares, self.ranges)
+        return sharding_of(self.model, table, self.options[option], places, shares, self.amounts.ranges)
 
     def head_bytes(self, table: int) -> list[HeadBytes]:
         """Return the bytes of a table's step without a head, then with each size of a head."""
@@ -139,7 +138,7 @@ def problem_of(
     _fill(estimate, bound)
     instance, charges = _instance(estimate, paid, reserved)
     lower = instance if bound is None else _instance(bound, paid, reserved)[0]
-    return Problem(model, tables, estimate.options, instance, lower, model.stages, charges, estimate.ranges)
+    return Problem(model, tables, estimate.options, instance, lower, model.stages, charges, estimate)
 
 
 def _fill(estimate: OptionAmounts, bound: OptionAmounts | None) -> None:

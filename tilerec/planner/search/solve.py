@@ -52,6 +52,7 @@ HEADS = (*tuple((head, False) for head in (4, 5, 3)), (4, True), (6, False), (5,
 HEADS += tuple((head, False) for head in (8, 12, 16, 24, 48, 200))
 MIDDLING_HEADS = ((5, True), (6, False), (4, False), (10, True), (24, False))
 LARGE_HEADS = ((6, False), (5, False), (4, True))
+LARGE_TIGHT_HEADS = ((5, False), (6, False), (4, True))  # if the cheapest options fill more than half of the memory
 # Attempts to make options fit into memory: (thrift, slack). A piece takes at most 1 / thrift of a rank's free memory,
 # and options leave `slack` 64ths of it free.
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
@@ -201,7 +202,8 @@ class _Search:
         """
         quarters = 3 if self.middling else 2
         work, idle = self.work.part(self.whole * quarters // 4), 0
-        for head, divisible in self.heads:
+        tight = self.large and self.relaxed.is_tight(wide.dual.option)
+        for head, divisible in LARGE_TIGHT_HEADS if tight else self.heads:
             packed, before = False, self.cost
             for choice in self._choices(wide, boxes, head, divisible, work):
                 if choice.option.tobytes() in self.seen or choice.average >= self.cost:
