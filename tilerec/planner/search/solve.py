@@ -200,7 +200,7 @@ class _Search:
         Args:
             wide: the set of charges that leaves most options.
         """
-        quarters = 3 if self.middling else 2
+        quarters = 3 if self.middling else 2 if self.prove else 1
         work, idle = self.work.part(self.whole * quarters // 4), 0
         tight = self.large and self.relaxed.is_tight(wide.dual.option)
         for head, divisible in LARGE_TIGHT_HEADS if tight else self.heads:
@@ -244,7 +244,8 @@ class _Search:
         for thrift, slack in LADDER:
             if not self.boxed and not self.any and not self.middling and not divisible:
                 self.boxed = True
-                bound = boxes.search(self.cost, work.part(self.whole // 8), True)
+                # Without a proof fewer choices are packed, and an eighth of the whole would leave too little for them.
+                bound = boxes.search(self.cost, work.part(self.whole // (8 if self.prove else 32)), True)
                 self.bound = max(self.bound, bound)
                 yield from boxes.found[:BOX_CHOICES_PACKED]
             if len(self.starts) == tried:
