@@ -87,7 +87,7 @@ def searched(case: Case, *, own: bool) -> ShardingPlan:
     work = (Workload if own else EveryBag)(request.works())
     model = Model(work, topology)
     allowed = Allowed(model, {}, NARROWEST, lower=False, together=())
-    problem = problem_of(OptionAmounts(model, allowed, lower=False, pinned=False), None, None, None)
+    problem = problem_of(OptionAmounts(model, allowed, lower=False, pinned=False, even_room=True), None, None, None)
     instance = problem.instance
     width = instance.width.copy()
     for o, option in enumerate(problem.options):

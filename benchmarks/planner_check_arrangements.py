@@ -96,7 +96,8 @@ class Arrangements:
             hosts = [h for h in topology.host_ranks if len(h) == width and set(h) <= set(allowed)]
             for several in self._combinations(range(len(hosts)), pieces) if len(hosts) >= pieces else ():
                 own = tuple(rank for host in several for rank in sorted(hosts[host]))
-                yield grid(table.key, table.rows, table.dim, own, topology)
+                sizes = self._sizes(table, width) if table.ordered else None
+                yield grid(table.key, table.rows, table.dim, own, topology, sizes=sizes)
         elif width == 1:
             for own in self._combinations(allowed, pieces):
                 # Ranges differ where ids are ordered by frequency.
@@ -119,19 +120,22 @@ class Arrangements:
         for own in chosen:
             yield tuple(sorted([*ranks] * times + list(own)))
 
+    def _sizes(self, table: Table, parts: int) -> list[int]:
+        """Return other ranges than the planner makes: split where the share of ids + the share of rows is 2 / parts."""
+        cuts = [0]
+        for i in range(1, parts):
+            low, high = 0, table.rows
+            while low < high:
+                middle = (low + high) // 2
+                enough = table.share(0, middle) + middle / table.rows >= i * 2.0 / parts
+                low, high = (low, middle) if enough else (middle + 1, high)
+            cuts.append(low)
+        return np.diff([*cuts, table.rows]).tolist()
+
     def _rows(self, table: Table, ranks: Sequence[int]) -> Tiling:
         sizes = None
         if table.ordered:
-            # Other ranges than the planner makes: split where the share of ids + the share of rows is 2 / k.
-            cuts = [0]
-            for i in range(1, len(ranks)):
-                low, high = 0, table.rows
-                while low < high:
-                    middle = (low + high) // 2
-                    enough = table.share(0, middle) + middle / table.rows >= i * 2.0 / len(ranks)
-                    low, high = (low, middle) if enough else (middle + 1, high)
-                cuts.append(low)
-            sizes = np.diff([*cuts, table.rows]).tolist()
+            sizes = self._sizes(table, len(ranks))
         elif len(set(ranks)) < len(ranks):
             sizes = np.diff(np.arange(len(ranks) + 1) * table.rows // len(ranks)).tolist()
         if sizes is not None:

@@ -70,6 +70,18 @@ def test_a_type_that_is_asked_for_is_had_and_gives_its_tiling(
     assert _produces("a", kind, sharding.ranks, sharding.tiling, topology)
 
 
+@pytest.mark.parametrize("topology", [Topology(3), Topology(4, local_world_size=2)], ids=str)
+def test_a_grid_that_is_asked_for_in_frequency_order_has_uneven_ranges_that_a_model_takes(topology: Topology) -> None:
+    limits = ParameterConstraints(["grid_shard"], skew=Skew(1000, 1.05, ordered=True), pooling_factors=[20])
+    sharding = placed(plan_request([table("a", 1000, 64)], topology, {"a": limits})).plan["ebc"]["a"]
+    assert sharding.kind is ShardingType.GRID_SHARD
+    assert sharding.ranks is not None
+    assert sharding.tiling is not None
+    cuts = sharding.tiling.blocks[0].cuts
+    assert cuts[1] < cuts[-1] - cuts[-2]
+    assert _produces("a", sharding.kind, sharding.ranks, sharding.tiling, topology)
+
+
 def test_pieces_lie_on_the_ranks_and_hosts_that_are_allowed() -> None:
     topology = Topology(8, local_world_size=2)
     limits = {

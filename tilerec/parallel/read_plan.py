@@ -243,6 +243,8 @@ def _produces(name: str, kind: ShardingType, ranks: Sequence[int], tiling: Tilin
         ways.append(lambda: by_rows[kind](name, rows, dim, ranks, topology, sizes=sizes))
     if kind in by_columns:
         ways.append(lambda: by_columns[kind](name, rows, dim, ranks, topology, widths=widths))
+    if kind is ShardingType.GRID_SHARD:
+        ways.append(lambda: strategies.grid(name, rows, dim, ranks, topology, widths=widths, sizes=sizes))
     for way in ways:
         try:
             if way().blocks == tiling.blocks:

@@ -67,7 +67,7 @@ def model_request(
     reserved = reservation.reserved(cap, model, one) - math.ceil(cap * part)
     # Reserved input is stored as a number of batches, so that it scales when a what-if changes the batch size.
     batches = max(0, reserved + math.ceil(cap * part) - reservation.reserved(cap, model, 0)) // one
-    return replace(request, reserved=max(0, reserved - batches * one), reserved_part=part, reserved_batches=batches)
+    return request.with_reserved(max(0, reserved - batches * one), part, batches)
 
 
 def _by_key(

@@ -190,12 +190,8 @@ class PlanRequest:
     def input_bytes(self) -> int:
         """Return the bytes of one input batch of a rank: int64 ids, int32 lengths, fp32 weights."""
         total = 0.0
-        for table in self.tables:
-            limits = self.limits_of(table.key)
-            if limits is NO_CONSTRAINTS and not table.weighted:
-                total += max(1, len(table.features)) * self.batch_size * 12.0
-                continue
-            for read in self._reads(table, limits):
+        for work in self._works:
+            for read in work.reads:
                 total += read.bags * (4.0 + read.ids_per_bag * (8.0 + 4.0 * read.weighted))
         return int(total) + 1
 
@@ -257,6 +253,12 @@ class PlanRequest:
         """Return a hash of the request: 32 hexadecimal digits, equal for equal requests."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def with_reserved(self, reserved: int, part: float, batches: int) -> PlanRequest:
+        """Return the request with other reserved memory."""
+        found = replace(self, reserved=reserved, reserved_part=part, reserved_batches=batches)
+        vars(found)["_works"] = self._works  # they do not depend on it
+        return found
 
     def with_constraint(self, key: str, **changes: Any) -> PlanRequest:
         """Return the request with some fields of one table's constraints replaced."""

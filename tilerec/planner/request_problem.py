@@ -15,7 +15,7 @@ from tilerec.planner.plan_price import work_with_sharding
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import Instance, Ints
 from tilerec.planner.table_limits import limits_of_tables
-from tilerec.spec.plan import ParameterSharding, ShardingType
+from tilerec.spec.plan import ParameterSharding
 
 
 def build_problem(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool = False) -> Problem:
@@ -53,8 +53,7 @@ def searched_instance(
 
 
 def _with_restrictions(request: PlanRequest, instance: Instance) -> Instance:
-    """Apply restrictions that options do not contain: `max_ranks`, and the even rows of a grid."""
-    instance = _with_even_grids(request, instance)
+    """Apply the restriction that options do not contain: `max_ranks`."""
     most = {key: c.max_ranks for key, c in request.constraints.items() if c.max_ranks is not None}
     if not most:
         return instance
@@ -69,18 +68,3 @@ def _with_restrictions(request: PlanRequest, instance: Instance) -> Instance:
                     "splits that those allow use more ranks. Raise max_ranks, or allow table_wise."
                 )
     return replace(instance, width=width)
-
-
-def _with_even_grids(request: PlanRequest, instance: Instance) -> Instance:
-    """Forbid uneven rows for tables that may be grid-sharded but not row-wise, as the rows of a grid are even."""
-    rows = {ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE}
-    grids = {
-        key
-        for key, limits in request.constraints.items()
-        if ShardingType.GRID_SHARD in limits.types_allowed() and rows.isdisjoint(limits.types_allowed())
-    }
-    if not grids:
-        return instance
-    divisible = instance.divisible.copy()
-    divisible[[name in grids for name in instance.names]] = False
-    return replace(instance, divisible=divisible)

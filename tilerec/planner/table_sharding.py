@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -10,7 +11,7 @@ from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import TableWork
 from tilerec.planner.tables import PlannedTable
-from tilerec.sharding.strategies import STRATEGIES, row_wise, table_row_wise
+from tilerec.sharding.strategies import STRATEGIES, grid, row_wise, table_row_wise
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.plan import (
     HOST_KERNELS,
@@ -19,7 +20,15 @@ from tilerec.spec.plan import (
     ParameterSharding,
     ShardingType,
 )
+from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
+
+_WITH_SIZES: dict[ShardingType, Callable[..., Tiling]] = {
+    ShardingType.ROW_WISE: row_wise,
+    ShardingType.TABLE_ROW_WISE: table_row_wise,
+    ShardingType.GRID_SHARD: grid,
+}
+"""Types whose ranges of rows may be uneven."""
 
 
 def with_table_fields(
@@ -66,9 +75,9 @@ def _allowed_type(made: ParameterSharding, allowed: tuple[ShardingType, ...], to
     assert tiling is not None
     for kind in allowed:
         strategies = [STRATEGIES[kind]]
-        if kind in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
-            rows = row_wise if kind is ShardingType.ROW_WISE else table_row_wise
-            strategies.append(partial(rows, sizes=[r1 - r0 for r0, r1 in pairwise(tiling.blocks[0].cuts)]))
+        if kind in _WITH_SIZES:
+            sizes = [r1 - r0 for r0, r1 in pairwise(tiling.blocks[0].cuts)]
+            strategies.append(partial(_WITH_SIZES[kind], sizes=sizes))
         for strategy in strategies:
             try:
                 if strategy("", tiling.rows, tiling.dim, made.ranks, topology) == tiling:

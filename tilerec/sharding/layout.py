@@ -85,7 +85,7 @@ class SlotRoute(NamedTuple):
     parts: tuple[int, ...]
 
 
-class _HostGroup(NamedTuple):
+class HostGroup(NamedTuple):
     """Parts on one host, each with its owner on that host."""
 
     host: int
@@ -150,13 +150,20 @@ class SharedLayout:
     def _add_slot(self, s: int, t: int) -> None:
         first = self._first_rectangle[t]
         last = self._first_rectangle[t + 1] if t + 1 < len(self._first_rectangle) else len(self.rectangles)
+        blocks, route, begin = self.tables[t].tiling.held.blocks, len(self.routes), len(self.parts)
+        if len(blocks) == 1:  # each rectangle is a part, with rows of its own
+            for r in range(first, last):
+                r0, r1, c0, c1, owners = self.rectangles[r][1]
+                self.parts.append(SlotPart(s, route, r0, r1, owners, (Unit(r, c0, c1 - c0),)))
+            self.routes.append(SlotRoute(s, blocks[0].cuts, tuple(range(begin, len(self.parts)))))
+            return
         units: defaultdict[tuple[int, int, tuple[int, ...]], list[Unit]] = defaultdict(list)
         for r in range(first, last):
             tile = self.rectangles[r][1]
             units[(tile.r0, tile.r1, tile.owners)].append(Unit(r, tile.c0, tile.c1 - tile.c0))
         numbers: dict[tuple[int, int, tuple[int, ...]], int] = {}
         seen: set[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = set()
-        for block in self.tables[t].tiling.held.blocks:
+        for block in blocks:
             if (block.cuts, block.owners) in seen:
                 continue
             seen.add((block.cuts, block.owners))
@@ -179,13 +186,13 @@ class SharedLayout:
             owners = tuple(o for o in owners if self._team_of[o] == team)
         return owners[0] if len(owners) == 1 else None
 
-    def _find_groups(self, team: int) -> list[_HostGroup]:
+    def _find_groups(self, team: int) -> list[HostGroup]:
         """Return groups of parts of one route: equal columns, one owner each in the team, several ranks of a host."""
         if self.topology.host_count == 1:
             return []
-        groups: list[_HostGroup] = []
+        groups: list[HostGroup] = []
         for route in self.routes:
-            if self.tables[self.slots[route.slot].table].fan_in <= 1:
+            if len(route.parts) == 1 or self.tables[self.slots[route.slot].table].fan_in <= 1:
                 continue
             by_host: defaultdict[tuple[int, tuple[tuple[int, int], ...]], dict[int, int]] = defaultdict(dict)
             for p in route.parts:
@@ -195,11 +202,15 @@ class SharedLayout:
                     by_host[(self.topology.host_of(owner), columns)][p] = owner
             for (host, _), owners in by_host.items():
                 if len(set(owners.values())) > 1:
-                    groups.append(_HostGroup(host, tuple(owners), tuple(owners.values())))
+                    groups.append(HostGroup(host, tuple(owners), tuple(owners.values())))
         return groups
 
     def _team(self, rank: int) -> int:
         return 0 if self._team_of is None else self._team_of[rank]
+
+    def groups(self, team: int = 0) -> list[HostGroup]:
+        """Return the groups of a team, each of which a proxy adds up for homes on other hosts."""
+        return self._groups[team]
 
     def merges(self, home: int) -> list[Merge]:
         """Return the groups whose rows a proxy adds up before it sends the sums to `home`."""

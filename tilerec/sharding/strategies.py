@@ -99,11 +99,12 @@ def table_row_wise(
 
 def grid(
     name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology, *,
-    widths: Sequence[int] | None = None,
+    widths: Sequence[int] | None = None, sizes: Sequence[int] | None = None,
 ) -> Tiling:  # fmt: skip
     """Place a column block on each run of ranks of one host, with its rows in ranges over that run.
 
-    `ranks` (None: all, host after host) may return to a host: the host then holds another block.
+    `ranks` (None: all, host after host) may return to a host: the host then holds another block. `sizes` are those of
+    each run, which must be of one length.
     """
     own = [r for host in topology.host_ranks for r in host] if ranks is None else list(ranks)
     if not own:
@@ -114,7 +115,7 @@ def grid(
     cuts = _column_cuts(name, "grid_shard", dim, len(runs), widths, "hosts")
     tiles: list[tuple[int, int, int, int, int]] = []
     for run, c0, c1 in zip(runs, cuts, cuts[1:], strict=False):
-        tiles += _rows(name, "grid_shard", rows, (c0, c1), run, None)
+        tiles += _rows(name, "grid_shard", rows, (c0, c1), run, sizes)
     return Tiling.of(name, rows, dim, tiles)
 
 

@@ -335,7 +335,7 @@ def rectangles(tiling: Tiling) -> tuple[Tile, ...]:
     Example 2, also three: columns [0, 4) and [4, 8), both cut at row 5, with rows [0, 5) on rank 0 and the other rows
     on ranks 1 and 2. They are rows [0, 5) x columns [0, 8), and two rectangles of rows [5, 9).
     """
-    return tiling.held._merged
+    return (tiling if tiling.head is None else tiling.held)._merged
 
 
 def _read_tile(name: str, rows: int, dim: int, item: Sequence[Any]) -> Tile:

@@ -94,6 +94,16 @@ def test_rows_over_a_host_or_all_ranks_are_added_up_inside_hosts() -> None:
     assert made(Option(Way.ROWS, 1, 2), (1,), TWO) == ("table_row_wise", (2, 3), halves, None)
 
 
+def test_a_grid_of_a_table_in_frequency_order_has_short_ranges_of_frequent_rows() -> None:
+    kind, ranks, tiles, _ = made(Option(Way.GRID, 2, 2), (0, 1), TWO, skew=Skew(12, 1.05, ordered=True))
+    cut = tiles[0][1]
+    assert (kind, ranks) == ("grid_shard", (0, 1, 2, 3))
+    assert 0 < cut < 6
+    assert tiles == [
+        (0, cut, 0, 4, (0,)), (cut, 12, 0, 4, (1,)), (0, cut, 4, 8, (2,)), (cut, 12, 4, 8, (3,)),
+    ]  # fmt: skip
+
+
 def test_a_grid_has_a_block_for_each_host() -> None:
     kind, ranks, tiles, _ = made(Option(Way.GRID, 2, 2), (0, 1), TWO)
     assert (kind, ranks) == ("grid_shard", (0, 1, 2, 3))

@@ -122,7 +122,7 @@ def test_rows_are_added_up_on_the_proxy_of_a_home_before_they_leave() -> None:
     [proxied] = found.proxied
     assert proxied.homes.tolist() == [False, False, True, True]
     assert proxied.turns.tolist() == [1, 1, 0, 0]
-    assert (proxied.width, proxied.members, proxied.written) == pytest.approx((16, 2 * member, BAGS))
+    assert [*proxied.width, *proxied.members, *proxied.written] == pytest.approx([16, 2 * member, BAGS])
     assert found.calls == 6
 
 

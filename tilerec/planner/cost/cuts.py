@@ -64,21 +64,29 @@ class RangesByFrequency:
     def __init__(self, model: Model, tables: Ints) -> None:
         self.model, self.tables = model, tables
         self._levels: dict[tuple[float, bytes, bytes], Levels] = {}
+        self._once: dict[tuple[int, float], Bools] = {}
 
     def levels(self, tables: Ints, pieces: int, head: float) -> Levels:
         """Return the levels of some of the tables for so many pieces behind a head.
 
         Numbers of pieces with the same repeated ids have the same levels. Only large tables have heads.
         """
-        model, every = self.model, tables if head else self.tables
-        once = model.sent_once(np.arange(len(model.workload.bags)), (1.0 - head) * (1.0 - 1.0 / pieces))
+        every = tables if head else self.tables
+        once = self._sent_once(pieces, head)
         key = head, once.tobytes(), every.tobytes()
         if key not in self._levels:
-            self._levels[key] = _levels(model, every, once, head)
+            self._levels[key] = _levels(self.model, every, once, head)
         found = self._levels[key]
         if len(every) == len(tables):
             return found
         return found.of(np.searchsorted(every, tables))
+
+    def _sent_once(self, pieces: int, head: float) -> Bools:
+        """Return [F] features whose ids the owners of so many pieces behind a head send once each."""
+        if (pieces, head) not in self._once:
+            features = np.arange(len(self.model.workload.bags))
+            self._once[pieces, head] = self.model.sent_once(features, (1.0 - head) * (1.0 - 1.0 / pieces))
+        return self._once[pieces, head]
 
     def cuts(self, tables: Ints, pieces: int, head: float, which: Ints) -> Ints:
         """Return [n, m] the first rows of the pieces `which` [m], up to `pieces` for the end of the last one.
@@ -90,7 +98,11 @@ class RangesByFrequency:
         """
         first, ends, knots, density, level = self.levels(tables, pieces, head)
         wanted = which / pieces
-        at = np.stack([(level[:, 1:-1] < each).sum(1, dtype=np.int16) for each in wanted.tolist()], axis=1)
+        inner_levels = level[:, 1:-1]
+        if 0 < len(tables) < len(which):
+            at = np.stack([np.searchsorted(own, wanted) for own in inner_levels])
+        else:
+            at = np.stack([(inner_levels < each).sum(1, dtype=np.int16) for each in wanted.tolist()], axis=1)
         line = np.arange(len(knots))[:, None]
         rest = (wanted - level[line, at]) / np.maximum(density[line, at], 1e-300)
         cut = knots[line, at] + np.clip(rest, 0.0, 1.0) * (knots[line, at + 1] - knots[line, at])
@@ -101,7 +113,9 @@ class RangesByFrequency:
         return found
 
 
-def row_cuts(model: Model, tables: Ints, pieces: int, head: float = 0.0) -> Ints:
+def row_cuts(
+    model: Model, tables: Ints, pieces: int, head: float = 0.0, ranges: RangesByFrequency | None = None
+) -> Ints:
     """Return [n, k + 1] cuts such that each piece gets an equal number of the ids that travel, if memory allows.
 
     The first cut is the end of a head, of a part of the rows. Where repeated ids travel once, these are distinct ids.

@@ -103,8 +103,7 @@ class Model:
     def with_tables(self, tables: Sequence[TableWork]) -> Model:
         """Return this model for the same tables and reads under other shardings, which change no count of rows."""
         found = copy(self)
-        found.workload = Workload(tables)
-        found.workload.laws = self.workload.laws
+        found.workload = self.workload.with_tables(tables)
         for derived in ("longest_range", "may_send_once", "missed"):
             vars(found).pop(derived, None)
         return found

@@ -41,13 +41,15 @@ class OptionAmounts:
         allowed: options, and the tables that may use them.
         ranges: of the tables with ordered ids, shared by estimates and bounds; None: new ones.
         lower: amounts that depend on places are lower bounds; else they are estimates.
-        pinned: other tables have given tilings.
+        pinned: other tables have given tilings. even_room: all ranks have equal memory left for tables.
     """
 
     def __init__(
-        self, model: Model, allowed: Allowed, ranges: RangesByFrequency | None = None, *, lower: bool, pinned: bool
+        self, model: Model, allowed: Allowed, ranges: RangesByFrequency | None = None, *, lower: bool, pinned: bool,
+        even_room: bool,
     ) -> None:  # fmt: skip
         self.model, self.work, self.topology, self.lower = model, model.workload, model.topology, lower
+        self.even_room = even_room
         self.ranks, self.hosts = model.ranks, self.topology.host_count
         self.allowed, self.options, self.there = allowed, allowed.options, allowed.there
         work = self.work

@@ -39,6 +39,7 @@ class Problem:
     Args:
         tables: the tables that are not pinned, in the order of the instance.
         lower: an instance whose costs and bytes no plan is below, in the same order; often the instance itself.
+        amounts: those of the instance.
     """
 
     model: Model
@@ -48,6 +49,7 @@ class Problem:
     lower: Instance
     stages: tuple[str, ...]
     charges: tuple[str, ...]
+    amounts: OptionAmounts
 
     def sharding(self, table: int, option: int, places: Sequence[int], shares: Ints | None = None) -> ParameterSharding:
         """Return the sharding of a table with this option and these places.
@@ -56,7 +58,7 @@ class Problem:
             places: ranks, or hosts, of the pieces; () for all ranks.
             shares: of an uneven split by rows, in units of 1 / SHARE.
         """
-        return sharding_of(self.model, table, self.options[option], places, shares)
+        return sharding_of(self.model, table, self.options[option], places, shares, self.amounts.ranges)
 
     def head_bytes(self, table: int) -> list[HeadBytes]:
         """Return the bytes of a table's step without a head, then with each size of a head."""
@@ -109,11 +111,13 @@ def build(
     if fixed:
         paid = price([pinned[t.name] for t in fixed], Model(rest, topology, pipeline_depth, beside=work))
 
+    even_room = not fixed and len(set(topology.caps)) == 1 and (reserved is None or not np.any(reserved != reserved[0]))
+
     def amounts(estimate: OptionAmounts | None) -> OptionAmounts:
         lower = estimate is not None
         allowed = Allowed(model, limits, min_partition, lower=lower, together=together)
         ranges = None if estimate is None else estimate.ranges
-        return OptionAmounts(model, allowed, ranges, lower=lower, pinned=bool(fixed))
+        return OptionAmounts(model, allowed, ranges, lower=lower, pinned=bool(fixed), even_room=even_room)
 
     estimate = amounts(None)
     return problem_of(estimate, None if estimate.exact else amounts(estimate), paid, reserved)
@@ -134,7 +138,7 @@ def problem_of(
     _fill(estimate, bound)
     instance, charges = _instance(estimate, paid, reserved)
     lower = instance if bound is None else _instance(bound, paid, reserved)[0]
-    return Problem(model, tables, estimate.options, instance, lower, model.stages, charges)
+    return Problem(model, tables, estimate.options, instance, lower, model.stages, charges, estimate)
 
 
 def _fill(estimate: OptionAmounts, bound: OptionAmounts | None) -> None:

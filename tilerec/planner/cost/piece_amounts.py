@@ -210,11 +210,7 @@ class PieceAmounts:
 
     def _cuts(self, which: Ints) -> Ints:
         """Return [n, m] the first rows of ranges `which` [m] of tables with ordered ids."""
-        ranges = self.amounts.ranges
-        if self.option.way is Way.GRID:  # grids have even rows
-            rows = ranges.model.workload.rows[self.cut][:, None]
-            return np.minimum(-(-rows // self.rows) * which, rows)
-        return ranges.cuts(self.cut, self.rows, self.option.head, which)
+        return self.amounts.ranges.cuts(self.cut, self.rows, self.option.head, which)
 
     def _in_a_range(self, distinct: Floats) -> tuple[Floats, Floats, Floats]:
         """Return [n] present bags and ids of a range for each home, and the lengths that it receives."""
@@ -389,13 +385,13 @@ class PieceAmounts:
         # The first range is the longest one, the last the shortest.
         fair = np.maximum(self.share * work.rows[t], 1e-300)
         last = np.maximum(work.rows[t] - (self.rows - 1.0) * np.ceil(fair), 0.0)
-        grid, uneven = self.option.way is Way.GRID, work.ordered[t] & (self.rows > 1)
-        length = np.where(uneven & (not grid), fair, np.ceil(fair) if amounts.rounded_up else last)
+        uneven = work.ordered[t] & (self.rows > 1)
+        length = np.where(uneven, fair, np.ceil(fair) if amounts.rounded_up else last)
+        if amounts.lower and self.option.way is Way.GRID and not amounts.even_room:
+            length = np.where(uneven, 1.0, length)  # the ranks with least room may hold the shortest ranges
         weights = model.weights(t, length, width)
         # Present bags are a concave function of the rows: a longer range has at most proportionally more of them.
         part = length / fair
-        if amounts.lower and grid:  # the ranks of a host may have other batches than the mean
-            part = np.where(uneven, 0.0, part)
         buffers = part * ranks * (self.payload * copies + self.P * width * work.wide + self.N * KEY_BYTES)
         # The owner of a whole table also has a larger batch of its own.
         more = self.more_payload * copies + self.more_P * width * work.wide

@@ -283,9 +283,10 @@ class _Pricing:
             near: Floats = np.bincount(on_host, own * rates.at(rate, travel.width), hosts).astype(np.float64)
             self.parts[at_home] += near[travel.host]
             for group in travel.proxied:
-                seconds = float(rates.at(rate, group.width))
-                self.parts[at_proxy] += group.turns * group.members * seconds
-                self.parts[at_home] += np.where(group.homes, group.written * seconds, 0.0)
+                seconds = rates.at(rate, group.width)
+                added, written = (float(sum((bags * seconds).tolist())) for bags in (group.members, group.written))
+                self.parts[at_proxy] += group.turns * added
+                self.parts[at_home] += np.where(group.homes, written, 0.0)
 
     # ---------------------------------------------------------------------------------------------- peers
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tilerec.planner.cost.cuts import heads_of, row_cuts, sizes_of_shares
+from tilerec.planner.cost.cuts import RangesByFrequency, heads_of, row_cuts, sizes_of_shares
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.ways import Option, Way
 from tilerec.planner.cost.workload import Ints, TableWork
@@ -21,7 +21,12 @@ _PLAIN = Wire()
 
 
 def sharding_of(
-    model: Model, table: int, option: Option, places: Sequence[int], shares: Ints | None
+    model: Model,
+    table: int,
+    option: Option,
+    places: Sequence[int],
+    shares: Ints | None,
+    ranges: RangesByFrequency | None = None,
 ) -> ParameterSharding:
     """Return the sharding of a table with an option and places.
 
@@ -29,6 +34,7 @@ def sharding_of(
         table: its index in the model's workload.
         places: ranks, or hosts, of the pieces; () for all ranks.
         shares: of an uneven split by rows, in units of 1 / SHARE.
+        ranges: of the model's tables; None: new ones.
     """
     work, topology = model.workload.tables[table], model.topology
     name, rows, dim = work.name, work.rows, work.dim
@@ -52,17 +58,20 @@ def sharding_of(
         ranks = tuple(sorted(ranks))
         found = kind.TABLE_COLUMN_WISE if one_host and len(set(ranks)) > 1 else kind.COLUMN_WISE
         return _made(found, column_wise(name, rows, dim, ranks, topology), ranks, work)
+    ordered = model.workload.ordered[table]
     if option.way is Way.GRID:
-        return _made(kind.GRID_SHARD, grid(name, rows, dim, ranks, topology), ranks, work)
-    if option.head and model.workload.ordered[table]:
-        edges = row_cuts(model, np.array([table]), len(ranks), option.head)[0].tolist()
+        if ordered:
+            sizes = np.diff(row_cuts(model, np.array([table]), option.width, ranges=ranges)[0]).tolist()
+        return _made(kind.GRID_SHARD, grid(name, rows, dim, ranks, topology, sizes=sizes), ranks, work)
+    if option.head and ordered:
+        edges = row_cuts(model, np.array([table]), len(ranks), option.head, ranges)[0].tolist()
         owners = (ranks, *((rank,) for rank in ranks))
         tiling = Tiling(rows, dim, (ColumnBlock(0, dim, (0, *edges), owners),))
         return _made(kind.EXPLICIT, tiling, ranks, work)
     if shares is not None:
         sizes = sizes_of_shares(rows, np.asarray(shares))
-    elif work.skew is not None and work.skew.ordered:
-        sizes = np.diff(row_cuts(model, np.array([table]), len(ranks))[0]).tolist()
+    elif ordered:
+        sizes = np.diff(row_cuts(model, np.array([table]), len(ranks), ranges=ranges)[0]).tolist()
     elif len(set(ranks)) < len(ranks):
         sizes = np.diff(np.arange(len(ranks) + 1) * rows // len(ranks)).tolist()
     if sizes is not None and 0 in sizes:

@@ -30,19 +30,19 @@ from tilerec.spec.tile import Tiling
 
 
 class Proxied(NamedTuple):
-    """Rows of one group of proxied parts.
+    """Sums inside one host with the same members, G of them.
 
     Args:
         homes: [R] True for homes on other hosts.
         turns: [R] number of homes for which each rank is the proxy.
-        width: columns. members: bags of all members. written: bags of a home with a row of their sum.
+        width: [G] columns. members: [G] bags of all members. written: [G] bags of a home with a row of their sum.
     """
 
     homes: Bools
     turns: Floats
-    width: float
-    members: float
-    written: float
+    width: Floats
+    members: Floats
+    written: Floats
 
 
 class Travel:
@@ -150,19 +150,10 @@ class Travel:
         return part, owner, near, far, own
 
     def _count_merges(self, layout: SharedLayout) -> None:
-        """Collect the sums inside hosts: the host, and the parts of its members."""
-        self.merges: list[tuple[int, tuple[int, ...]]] = []
-        if layout.hierarchical:
-            seen = set()
-            for home in {host[0] for host in self.model.topology.host_ranks}:
-                for merge in layout.merges(home):
-                    if merge.parts not in seen:
-                        seen.add(merge.parts)
-                        owner = layout.parts[merge.parts[0]].owners[0]
-                        self.merges.append((int(self.host[owner]), merge.parts))
+        """Collect the sums inside hosts, and mark the parts of their members."""
+        self.merges = layout.groups()
         self.merged = np.zeros(len(layout.parts), np.bool_)
-        for _, parts in self.merges:
-            self.merged[list(parts)] = True
+        self.merged[list(chain.from_iterable(group.parts for group in self.merges))] = True
 
     # ---------------------------------------------------------------------------------------------- what travels
 
@@ -252,49 +243,68 @@ class Travel:
         if not self.merges:
             return
         self.calls += 2
-        topology, wide = self.model.topology, float(self.work.wide)
-        names = ("rows in host", "gradients in host")
-        lines = {name: (self.line(self.sent, name), self.line(self.received, name)) for name in names}
-        row_bytes = [self._row_bytes(backward=backward) for backward in (False, True)]
-        turns: dict[int, Ints] = {}
-        every = np.arange(self.ranks)
-        for host, parts in self.merges:
-            members = list(parts)
-            slot = self.layout.parts[members[0]].slot
-            q = min(1.0, float(sum(self.q[members].tolist())))
-            written = union = float(self.work.bags[slot] * (1.0 - missed(q, self.work.ids_per_bag[slot])))
-            if self.once[members[0]]:
-                union = float(sum(self.P[members].tolist()))
-            forward, backward = (float(row[members[0]]) * union for row in row_bytes)
-            owners = sorted({self.layout.parts[p].owners[0] for p in members})
+        own: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for g, group in enumerate(self.merges):
+            own.setdefault((group.host, tuple(sorted(set(group.owners)))), []).append(g)
+        part = np.fromiter(chain.from_iterable(group.parts for group in self.merges), np.int64)
+        size = np.array([len(group.parts) for group in self.merges], np.int64)
+        begin = np.cumsum(size) - size
+        of, first = np.repeat(np.arange(len(size)), size), part[begin]
+
+        def total(values: Floats) -> Floats:
+            """Return the sums of values of members, in their order, by sum."""
+            return np.bincount(of, values, len(size)).astype(np.float64)
+
+        slot, P = self.slot[first], self.P[part]
+        q = np.minimum(total(self.q[part]), 1.0)
+        members, written = total(P), self.work.bags[slot] * (1.0 - missed(q, self.work.ids_per_bag[slot]))
+        union = np.where(self.once[first], members, written)
+        forward, backward = (self._row_bytes(backward=way)[first] * union for way in (False, True))
+        # Positions of a member's bags in the sum, if the sum has more bags.
+        positions = 4.0 * total(np.where(union[of] - P > 0.5, P, 0.0))
+        inner = P * self.width[first][of] * float(self.work.wide)
+        counts = np.stack([positions, 4.0 * (1.0 + size), backward, forward], axis=1)
+        for (host, owners), groups in own.items():
             homes = self.host != host
-            width = self.width[members[0]]
-            if host not in turns:
-                # `Topology.turn` for all ranks at once.
-                turns[host] = every - np.searchsorted(np.sort(topology.ranks_of(host)), every)
-            proxies = np.array(owners)[turns[host] % len(owners)]
-            count = np.bincount(proxies[homes], minlength=self.ranks).astype(np.float64)
-            inner = self.P[members] * width * wide
-            # Positions of a member's bags in the sum, if the sum has more bags.
-            positions = 4.0 * float(sum(p for p in self.P[members].tolist() if union - p > 0.5))
-            head = 4.0 * (1 + len(members))
-            # A home sends positions, a header and gradients to the proxy, which sends rows to the home.
-            for name, value in (("ids", positions), ("header", head), ("gradients", backward)):
-                for sent in (self.sent[name], self.far[name]):
-                    sent[homes] += value
-                for received in (self.received[name], self.far_received[name]):
-                    received += value * count
-            for sent in (self.sent["rows"], self.far["rows"]):
-                sent += forward * count
-            for received in (self.received["rows"], self.far_received["rows"]):
-                received[homes] += forward
-            for proxy in owners:
-                for p, size in zip(members, inner.tolist(), strict=True):
-                    o = self.layout.parts[p].owners[0]
-                    if o != proxy:
-                        lines[names[0]][0][o] += size * count[proxy]
-                        lines[names[0]][1][proxy] += size * count[proxy]
-                        lines[names[1]][0][proxy] += size * count[proxy]
-                        lines[names[1]][1][o] += size * count[proxy]
-            bags = float(sum(self.P[members].tolist()))
-            self.proxied.append(Proxied(homes, count, float(width), bags, written))
+            turns, width = self._turns(host, owners), self.width[first[groups]]
+            proxied = Proxied(homes, turns, width, members[groups], written[groups])
+            self.proxied.append(proxied)
+            self._add_sums(proxied, *np.add.accumulate(counts[groups], axis=0)[-1].tolist())
+            some = np.concatenate([np.arange(begin[g], begin[g] + size[g]) for g in groups])
+            held = np.bincount(self.first_owner[part[some]], inner[some], self.ranks).astype(np.float64)
+            self._add_inside(np.array(owners), held, turns)
+
+    def _turns(self, host: int, owners: tuple[int, ...]) -> Floats:
+        """Return [R] the number of homes on other hosts for which each rank is the proxy, as by `Topology.turn`."""
+        every = np.arange(self.ranks)
+        turn = every - np.searchsorted(np.sort(self.model.topology.ranks_of(host)), every)
+        proxies = np.array(owners)[turn % len(owners)]
+        return np.bincount(proxies[self.host != host], minlength=self.ranks).astype(np.float64)
+
+    def _add_sums(self, proxied: Proxied, positions: float, head: float, backward: float, forward: float) -> None:
+        """Add the bytes between proxies and homes.
+
+        A home sends positions, a header and gradients to the proxy, which sends rows to the home.
+        """
+        homes, turns = proxied.homes, proxied.turns
+        for name, value in (("ids", positions), ("header", head), ("gradients", backward)):
+            for sent in (self.sent[name], self.far[name]):
+                sent[homes] += value
+            for received in (self.received[name], self.far_received[name]):
+                received += value * turns
+        for sent in (self.sent["rows"], self.far["rows"]):
+            sent += forward * turns
+        for received in (self.received["rows"], self.far_received["rows"]):
+            received[homes] += forward
+
+    def _add_inside(self, owners: Ints, held: Floats, turns: Floats) -> None:
+        """Add the bytes between members and proxies of a host.
+
+        Args:
+            held: [R] bytes that a member sends for a home whose proxy is another member.
+        """
+        to_others = held[owners] * (float(sum(turns[owners].tolist())) - turns[owners])
+        of_others = turns[owners] * (float(sum(held[owners].tolist())) - held[owners])
+        for name, ends in (("rows in host", (to_others, of_others)), ("gradients in host", (of_others, to_others))):
+            for lines, value in zip((self.sent, self.received), ends, strict=True):
+                self.line(lines, name)[owners] += value

@@ -238,10 +238,7 @@ class Workload:
         self.dim = np.array([t.dim for t in self.tables], np.int64)
         self.wide = 8 if any(t.data_type is DataType.FP64 for t in self.tables) else 4
         self.attached = np.array([t.optimizer is not None for t in self.tables], np.bool_)
-        self.fan_in = np.array([t.fan_in for t in self.tables], np.float64)
-        self.cached = np.array([t.cached for t in self.tables], np.bool_)
-        self.files = np.array([_tensors_of(t) if t.files else 0 for t in self.tables], np.int64)
-        self.load_factor = np.array([t.load_factor for t in self.tables], np.float64)
+        self._take_shardings()
         self.collections = max(1, len({t.collection for t in self.tables}))
         reads = [(i, t.each_id, r) for i, t in enumerate(self.tables) for r in t.reads]
         self.table = np.array([i for i, _, _ in reads], np.int64)
@@ -266,12 +263,26 @@ class Workload:
         self._hot_orders: dict[int, Ints] = {}
         self.ids = self.per_table(self.bags * self.ids_per_bag)
 
+    def _take_shardings(self) -> None:
+        """Compute the arrays that depend on the shardings of tables."""
+        self.fan_in = np.array([t.fan_in for t in self.tables], np.float64)
+        self.cached = np.array([t.cached for t in self.tables], np.bool_)
+        self.files = np.array([_tensors_of(t) if t.files else 0 for t in self.tables], np.int64)
+        self.load_factor = np.array([t.load_factor for t in self.tables], np.float64)
+
     def with_hot(self, hot: HotReads) -> Workload:
         """Return this workload with heads."""
         found = copy(self)
         found.hot = hot
         for derived in ("_head_share", "_cold_reads"):
             vars(found).pop(derived, None)
+        return found
+
+    def with_tables(self, tables: Sequence[TableWork]) -> Workload:
+        """Return this workload for the same tables and reads under other shardings (`Model.with_tables`)."""
+        found = copy(self)
+        found.tables, found.hot = tuple(tables), None
+        found._take_shardings()
         return found
 
     def hot_order(self, table: int) -> Ints:

@@ -110,11 +110,18 @@ class Slopes:
         return found
 
     def _refresh_all(self) -> None:
-        for b in range(len(self.time)):
-            self._refresh(b)
+        """Compute all slopes at once, as `_refresh` and `_refresh_link` do."""
+        bins, level = self.bins, np.array(self.level)
+        new = _slopes(np.array(self.time) / level)
+        if self.slow is not None:
+            new = np.trunc(new * np.array(self.slow))
         if self.links:
-            for h in range(len(self.size)):
-                self._refresh_link(h)
+            link = _slopes(np.array(self.link_time) / bins.size[:, None] / level[self.links])
+            self.link = link.tolist()
+            new[:, self.links] = link[bins.host]
+        self.slope[:, : len(level)] = new
+        if self.tiers:
+            self.slope[:, len(level) :] = _slopes(1.0 - bins.room / np.array(self.roomy))
 
     def _refresh(self, b: int) -> None:
         time, level = self.time[b], self.level

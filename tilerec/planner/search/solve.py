@@ -51,7 +51,8 @@ LARGE = 1 << 20  # tables x ranks above which even less is tried, and pieces tha
 HEADS = (*tuple((head, False) for head in (4, 5, 3)), (4, True), (6, False), (5, True))
 HEADS += tuple((head, False) for head in (8, 12, 16, 24, 48, 200))
 MIDDLING_HEADS = ((5, True), (6, False), (4, False), (10, True), (24, False))
-LARGE_HEADS = ((5, False), (6, False), (4, True))
+LARGE_HEADS = ((6, False), (5, False), (4, True))
+LARGE_TIGHT_HEADS = ((5, False), (6, False), (4, True))  # if the cheapest options fill more than half of the memory
 # Attempts to make options fit into memory: (thrift, slack). A piece takes at most 1 / thrift of a rank's free memory,
 # and options leave `slack` 64ths of it free.
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
@@ -59,7 +60,7 @@ CHARGE_SETS_TRIED = 4  # sets of fixed charges, those of the least bounds, tried
 BOX_CHOICES_PACKED = 2  # choices of options from `Boxes` that are packed
 
 # The search ends once the cost is within 1 / GOOD_PART of the bound.
-GOOD_PART, MIDDLING_GOOD_PART, LARGE_GOOD_PART = 120, 40, 25
+GOOD_PART, MIDDLING_GOOD_PART, LARGE_GOOD_PART = 120, 40, 24
 NEAR_PART = 200  # exchanges end, and the bound is not raised, within 1 / NEAR_PART of the bound
 IDLE_ATTEMPTS = 8  # a pass ends after so many consecutive attempts that each gain less than 1 / GAIN_PART
 GAIN_PART = 2000
@@ -201,7 +202,8 @@ class _Search:
         """
         quarters = 3 if self.middling else 2 if self.prove else 1
         work, idle = self.work.part(self.whole * quarters // 4), 0
-        for head, divisible in self.heads:
+        tight = self.large and self.relaxed.is_tight(wide.dual.option)
+        for head, divisible in LARGE_TIGHT_HEADS if tight else self.heads:
             packed, before = False, self.cost
             for choice in self._choices(wide, boxes, head, divisible, work):
                 if choice.option.tobytes() in self.seen or choice.average >= self.cost:
@@ -242,7 +244,8 @@ class _Search:
         for thrift, slack in LADDER:
             if not self.boxed and not self.any and not self.middling and not divisible:
                 self.boxed = True
-                bound = boxes.search(self.cost, work.part(self.whole // 8), True)
+                # Without a proof fewer choices are packed, and an eighth of the whole would leave too little for them.
+                bound = boxes.search(self.cost, work.part(self.whole // (8 if self.prove else 32)), True)
                 self.bound = max(self.bound, bound)
                 yield from boxes.found[:BOX_CHOICES_PACKED]
             if len(self.starts) == tried:
