@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tilerec.data.delimited import Block, BrokenRow, Column, ColumnKind, DelimitedFile, OnBadRow, RowCount
@@ -320,6 +320,7 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         DelimitedFile(tmp_path, COLUMNS, block_bytes=0)
 
 
+@example([[b"", b'"']], False)
 @given(
     st.lists(st.lists(st.text('a", \t1', max_size=5).map(str.encode), min_size=2, max_size=2), min_size=1, max_size=4),
     st.booleans(),

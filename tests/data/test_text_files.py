@@ -110,18 +110,3 @@ def test_files_with_other_headers_are_named(tmp_path: Path) -> None:
         match=r"got list or text column 'tag', which is not there; expected a known name; did you mean 'tags'",
     ):
         DelimitedGroups(tmp_path, lists=[ListColumn("tag", "|")])
-
-
-def test_a_key_that_is_not_utf8_is_named_and_others_are_not_needed(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes("city,n,y\nköln,1,0\nbonn,2,1\n".encode("latin-1"))
-    columns = Columns(
-        (LabelColumn("y"),), (), (IdColumn("city"), IdColumn("n")), (TableRows("city", 9), TableRows("n", 9))
-    )
-    data = TableDataset(DelimitedGroups(path), columns)
-    message = r"a.csv, lines 2 to 3: key column 'city': got text that is not UTF-8; expected UTF-8.*iconv, or choose"
-    with pytest.raises(InputError, match=message):
-        list(data.rows(8, keys=["n", "city"]))
-    ((batch, keys),) = data.rows(8, keys=["n"])
-    assert keys.to_pydict() == {"n": [1, 2]}
-    assert batch.sparse_features["city"].values().numel() == 2

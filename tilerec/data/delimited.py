@@ -333,6 +333,9 @@ class DelimitedFile:
         quoted = self._quotes and b'"' in text
         if quoted and text.count(b"\r") != text.count(b"\r\n"):
             return None  # lines that Arrow ends there could make up for newlines in quotes in the count of rows
+        last = text[text.rfind(b"\n", 0, len(text) - 1) + 1 :]
+        if quoted and split_fields(last, self._delimiter) is None:
+            return None  # Arrow would end the quotes at the end of the block
         rows = text.count(b"\n") + (not text.endswith(b"\n"))
         types = {
             ColumnKind.INTEGER: pa.int64(),
