@@ -209,7 +209,9 @@ def test_text_keys_of_text_files_are_text(tmp_path: Path) -> None:
     assert keys.schema.field("city").type == pa.string()
     (tmp_path / "b.csv").write_bytes("city,n\nä,1\n".encode("latin-1"))
     data = TableDataset(DelimitedGroups(tmp_path / "b.csv"), roles, labels=False)
-    with pytest.raises(InputError, match=r"b.csv, lines 2 to 2: got a value of a key column .*UTF8.*choose other keys"):
+    with pytest.raises(
+        InputError, match=r"b.csv, lines 2 to 2: key column 'city': got text that is not UTF-8;.*other keys"
+    ):
         next(data.rows(8, ["city"]))
 
 
@@ -219,6 +221,38 @@ def test_samples_to_predict_need_no_labels() -> None:
     assert batch.labels.isnan().all()
     with pytest.raises(ConfigError, match=r"got labels=False; expected labels to train on"):
         next(data.train_shares(4))
+
+
+class _Short(torch.utils.data.Dataset[dict[str, int]]):
+    """States 20 samples and has 9."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return ([{"y": 0}] * 9)[index]
+
+
+class _Unsized(torch.utils.data.Dataset[dict[str, int]]):
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"y": index}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            _Short(),
+            r"_Short, samples 0 to 19: got IndexError 'list index out of range'; expected 20 samples, as __len__",
+        ),
+        (_Unsized(), r"_Unsized: got a map-style data set without __len__; expected its number of samples. Define it"),
+    ],
+)
+def test_a_map_style_dataset_has_the_samples_that_it_states(
+    data: torch.utils.data.Dataset[dict[str, int]], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        MapGroups(data)
 
 
 def test_a_map_style_dataset_of_dicts_gives_the_same_rows() -> None:

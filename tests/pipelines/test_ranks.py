@@ -20,7 +20,7 @@ from tests.pipelines.pipeline_models import (
 )
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
-from tilerec.errors import CommsError
+from tilerec.errors import CommsError, InputError
 from tilerec.parallel import DistributedModelParallel, DMPCollection, even_batches
 from tilerec.pipelines import (
     EvalPipelineSparseDist,
@@ -93,27 +93,31 @@ def test_empty_batches_weigh_as_in_even_batches() -> None:
         assert_same(one, other)
 
 
-def _failing(group: Group, make: Any) -> None:
+def _failing(group: Group, make: Any, at: int, error: type[Exception]) -> None:
     model = model_of(group)
     pipeline = make(model, dense_optimizer(model), CPU)
 
     def batches() -> Any:
         for k in range(5):
-            if group.rank == 1 and k == 3:
+            bad = group.rank == 1 and k == at
+            if bad and error is OSError:
                 raise OSError("disk")
-            yield batch_of(k)
+            yield None if bad else batch_of(k)
 
     iterator = batches()
-    for _ in range(3):
+    for _ in range(at):
         pipeline.progress(iterator)
-    error, words = (OSError, "disk") if group.rank else (CommsError, "rank 1 could not read its next batch")
-    with pytest.raises(error, match=words):
+    expected, words = (error, "disk|is None") if group.rank else (CommsError, "rank 1 could not read its next batch")
+    with pytest.raises(expected, match=words):
         pipeline.progress(iterator)
 
 
 @pytest.mark.parametrize("make", [*TRAINING, EvalPipelineSparseDist])
-def test_a_rank_that_cannot_read_ends_the_pass_on_all_ranks_at_the_same_batch(make: Any) -> None:
-    run_virtual_ranks(2, _failing, make)
+@pytest.mark.parametrize(("at", "error"), [(0, OSError), (0, InputError), (3, OSError)])
+def test_a_rank_that_cannot_read_ends_the_pass_on_all_ranks_at_the_same_batch(
+    make: Any, at: int, error: type[Exception]
+) -> None:
+    run_virtual_ranks(2, _failing, make, at, error)
 
 
 def _all_waited(make: Any) -> tuple[int, list[str]]:

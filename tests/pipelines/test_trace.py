@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.pipelines.pipeline_models import batch_of, dense_optimizer, model_of, pipelined
 from tilerec.comms.group import Group
+from tilerec.errors import InputError
 from tilerec.pipelines import TrainPipelineSparseDist
 from tilerec.testing import run_virtual_ranks
 
@@ -37,3 +39,12 @@ def test_a_trace_holds_the_stages_of_every_rank_by_name(tmp_path: Path) -> None:
         assert {event["name"] for event in spans} == stages
         assert all(event["dur"] >= 0 and event["ts"] > 0 for event in spans)
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_a_trace_that_was_not_started_is_not_written(tmp_path: Path) -> None:
+    model = model_of()
+    pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), torch.device("cpu"))
+    pipelined(pipeline, iter([batch_of(0)]))
+    with pytest.raises(InputError, match=r"write_trace: got no recorded stages; expected a call of start_trace before"):
+        pipeline.write_trace(tmp_path / "trace.json")
+    assert not list(tmp_path.iterdir())

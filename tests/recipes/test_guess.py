@@ -111,6 +111,18 @@ def test_a_list_of_ids_has_one_column_of_weights_the_one_named_like_it(tmp_path:
     assert found["third"].role == ""
 
 
+def test_ids_with_a_plain_name_keep_their_weights(tmp_path: Path) -> None:
+    lists = {"a.b": [[i % 5] * (i % 4) for i in range(ROWS)], "a_b": [i % 9 for i in range(ROWS)]}
+    weights = {"a.b weights": [[0.5] * (i % 4) for i in range(ROWS)]}
+    found = _guesses(tmp_path, tags=None, tag_scores=None, **lists, **weights)
+    assert {"column": "a.b", "name": "a_b_", "weights": "a.b weights"}.items() <= found["a.b"].settings.items()
+    text = run_text(profile_data(str(tmp_path / "data.parquet")), str(tmp_path / "data.parquet"), list(found.values()))
+    features = next(run_of_toml(text).data.open().train(ROWS)).sparse_features
+    assert features["a_b_"].values().numel() > 0
+    assert (features["a_b_"].weights() == 0.5).all()
+    assert (features["userId"].weights() == 1).all()
+
+
 @pytest.mark.parametrize(
     ("changes", "label", "expected"),
     [

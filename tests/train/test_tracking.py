@@ -14,7 +14,7 @@ from tilerec.recipes.model import DLRMConfig
 from tilerec.spec.optimizer import SGD
 from tilerec.train.config import RunConfig, TrainConfig
 from tilerec.train.loop import train
-from tilerec.train.run_logger import Event
+from tilerec.train.run_logger import Event, Watcher
 from tilerec.train.tracking import MlflowWatcher, TrackingWatcher, WandbWatcher
 
 
@@ -107,6 +107,50 @@ def test_a_service_that_fails_does_not_stop_the_run(fail: str, monkeypatch: pyte
         result = train(_config(), watchers=[watcher])
     assert result.steps == 4
     assert "RuntimeError" in watcher.error
+
+
+class FailingLog(Watcher):
+    """A logger of three methods, one of which raises."""
+
+    def __init__(self, fail: str, error: Exception) -> None:
+        self.calls: list[str] = []
+        self._fail, self._error = fail, error
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self._fail:
+            raise self._error
+
+    def begin(self, name: str, settings: Any) -> None:
+        self._called("begin")
+
+    def record(self, event: Event) -> None:
+        self._called("record")
+
+    def close(self) -> None:
+        self._called("close")
+
+
+@pytest.mark.parametrize(
+    ("fail", "calls"),
+    [
+        ("begin", ["begin", "close"]),
+        ("record", ["begin", "record", "close"]),
+        ("close", ["begin", *["record"] * 3, "close"]),
+    ],
+)
+def test_a_logger_that_fails_stops_neither_the_run_nor_other_loggers(fail: str, calls: list[str]) -> None:
+    failing, other = FailingLog(fail, KeyError("quota")), FailingLog("", KeyError())
+    with pytest.warns(UserWarning, match=r"FailingLog: got KeyError ''quota''. The run continues without this log"):
+        result = train(_config(), watchers=[failing, other])
+    assert result.steps == 4
+    assert failing.calls == calls
+    assert other.calls == ["begin", "record", "record", "record", "close"]
+
+
+def test_a_wrong_setting_of_a_logger_ends_the_run() -> None:
+    with pytest.raises(ConfigError, match="no such project"):
+        train(_config(), watchers=[FailingLog("begin", ConfigError("no such project"))])
 
 
 @pytest.mark.parametrize("watcher", [WandbWatcher(), MlflowWatcher()])

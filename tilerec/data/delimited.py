@@ -8,7 +8,8 @@ Glossary
 Arrow parses each block. If Arrow rejects a block, or a value is outside its column's bounds, a second parser reads the
 block line by line, and its errors describe the bad row. Both parsers give the same rows for a block without bad rows.
 A line ends at every newline. Quotes have a meaning with `quotes=True` only: a field that begins with a quote may hold
-delimiters until the next quote, and two quotes inside of it stand for one.
+delimiters until the next quote, and two quotes inside of it stand for one. A bad row whose quotes do not end on its
+line reaches to the line that ends them, `max_line_bytes` at most: none of these lines becomes a row of its own.
 """
 
 from __future__ import annotations
@@ -122,6 +123,19 @@ class RowCount:
             self.examples.append(message)
 
 
+@dataclass
+class BrokenRow:
+    """The bad row that a pass is in, if the quotes of its first line do not end there.
+
+    Attributes:
+        line: number of that line; 0 outside of such a row.
+        size: bytes of the row so far.
+    """
+
+    line: int = 0
+    size: int = 0
+
+
 class DelimitedFile:
     """A delimited text file, read in blocks of bounded size.
 
@@ -168,6 +182,7 @@ class DelimitedFile:
     def blocks(self, count: RowCount | None = None) -> Iterator[Block]:
         """Yield the blocks of one pass over the file; `count` is updated during the pass."""
         counted = RowCount() if count is None else count
+        broken = BrokenRow()
         layout: tuple[str, ...] | None = None
         if not self._header:
             layout = tuple(column.name for column in self.columns)
@@ -179,7 +194,7 @@ class DelimitedFile:
                 first_line, text = first_line + 1, text[end + 1 :]
                 if not text:
                     continue
-            block = self.parse(first_line, text, layout, counted)
+            block = self.parse(first_line, text, layout, counted, broken)
             counted.rows += len(block)
             if len(block):
                 yield block
@@ -285,7 +300,14 @@ class DelimitedFile:
 
     # Blocks to rows --------------------------------------------------------------------------------------------
 
-    def parse(self, first_line: int, text: bytes, layout: tuple[str, ...], count: RowCount | None = None) -> Block:
+    def parse(
+        self,
+        first_line: int,
+        text: bytes,
+        layout: tuple[str, ...],
+        count: RowCount | None = None,
+        broken: BrokenRow | None = None,
+    ) -> Block:
         """Return the rows of whole lines of the file.
 
         Args:
@@ -293,10 +315,11 @@ class DelimitedFile:
             text: the lines.
             layout: names of all columns of a line.
             count: bad rows that are skipped are added to it.
+            broken: the bad row that the line before was in, which may go on; it becomes that of the last line.
         """
-        block = self._parse_fast(first_line, text, layout)
+        block = None if broken is not None and broken.line else self._parse_fast(first_line, text, layout)
         if block is None:
-            block = self._parse_lines(first_line, text, layout, RowCount() if count is None else count)
+            block = self._parse_lines(first_line, text, layout, count or RowCount(), broken or BrokenRow())
         return block
 
     def _parse_fast(self, first_line: int, text: bytes, layout: tuple[str, ...]) -> Block | None:
@@ -310,6 +333,9 @@ class DelimitedFile:
         quoted = self._quotes and b'"' in text
         if quoted and text.count(b"\r") != text.count(b"\r\n"):
             return None  # lines that Arrow ends there could make up for newlines in quotes in the count of rows
+        last = text[text.rfind(b"\n", 0, len(text) - 1) + 1 :]
+        if quoted and split_fields(last, self._delimiter) is None:
+            return None  # Arrow would end the quotes at the end of the block
         rows = text.count(b"\n") + (not text.endswith(b"\n"))
         types = {
             ColumnKind.INTEGER: pa.int64(),
@@ -362,7 +388,9 @@ class DelimitedFile:
                 missing[column.name] = absent
         return Block(np.arange(first_line, first_line + rows, dtype=np.int64), numbers, missing, texts)
 
-    def _parse_lines(self, first_line: int, text: bytes, layout: tuple[str, ...], count: RowCount) -> Block:
+    def _parse_lines(
+        self, first_line: int, text: bytes, layout: tuple[str, ...], count: RowCount, broken: BrokenRow
+    ) -> Block:
         """Return the good rows of a block parsed line by line; a bad row raises or is counted."""
         places = [(layout.index(column.name), column) for column in self.columns]
         kept: list[list[int | float | bytes | None]] = []
@@ -372,12 +400,16 @@ class DelimitedFile:
             raw_lines.pop()
         for offset, raw in enumerate(raw_lines):
             number = first_line + offset
+            if broken.line and self._is_rest(number, raw, count, broken):
+                continue
             try:
                 kept.append(self._parse_line(number, raw.removesuffix(b"\r"), layout, places))
             except InputError as error:
                 if not self._skip:
                     raise
                 count.skip(str(error))
+                if self._quotes and len(raw) <= self._max_line_bytes and split_fields(raw, self._delimiter) is None:
+                    broken.line, broken.size = number, len(raw)
                 continue
             numbers_of_lines.append(number)
         numbers: dict[str, NumberArray] = {}
@@ -393,6 +425,20 @@ class DelimitedFile:
             if column.optional:
                 missing[column.name] = np.array([value is None for value in values], np.bool_)
         return Block(np.array(numbers_of_lines, np.int64), numbers, missing, texts)
+
+    def _is_rest(self, number: int, raw: bytes, count: RowCount, broken: BrokenRow) -> bool:
+        """Return True, and count it, if a line is a part of the broken row."""
+        broken.size += len(raw) + 1
+        if broken.size > self._max_line_bytes:  # no row is that long: the quote was a stray one
+            broken.line = 0
+            return False
+        count.skip(
+            f"{self.path}:{number}: got {_shown(raw)}, inside of the quotes that begin on line {broken.line}; "
+            f"expected a line for each row. {_NEXT_MOVE}"
+        )
+        if raw.count(b'"') % 2:  # quotes within a field come in pairs
+            broken.line = 0
+        return True
 
     def _parse_line(
         self, number: int, raw: bytes, layout: tuple[str, ...], places: list[tuple[int, Column]]

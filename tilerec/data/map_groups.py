@@ -28,7 +28,7 @@ class MapGroups(RowGroups):
 
     Raises:
         ConfigError: `rows_per_group` is below 1.
-        InputError: there are no samples, or they are no dicts.
+        InputError: there are no samples, or fewer than `__len__` states, or they are no dicts.
     """
 
     sampled = True
@@ -39,6 +39,11 @@ class MapGroups(RowGroups):
         self._dataset = dataset
         self._step = rows_per_group
         self.name = type(dataset).__name__
+        if not hasattr(dataset, "__len__"):
+            raise InputError(
+                f"{self.name}: got a map-style data set without __len__; expected its number of samples. Define it, or "
+                "make the data set an IterableDataset."
+            )
         rows = len(dataset)
         if not rows:
             raise InputError(f"{self.name}: got no samples; expected some. Check the data set.")
@@ -67,7 +72,13 @@ class MapGroups(RowGroups):
     def _fetch(self, start: int, count: int) -> list[Any]:
         indices = list(range(start, start + count))
         many = getattr(self._dataset, "__getitems__", None)
-        return list(many(indices)) if many is not None else [self._dataset[index] for index in indices]
+        try:
+            return list(many(indices)) if many is not None else [self._dataset[index] for index in indices]
+        except IndexError as error:
+            raise InputError(
+                f"{self.name}, samples {start} to {start + count - 1}: got IndexError '{error}'; expected "
+                f"{len(self._dataset)} samples, as __len__ states. Correct one of both."
+            ) from error
 
 
 class SampleReader(GroupReader):

@@ -157,10 +157,16 @@ def ordered_parts(
 
 def _cast_keys(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
     """Return key columns with the types that all row groups have."""
-    try:
-        return table.cast(schema)
-    except pa.ArrowInvalid as error:
-        raise InputError(
-            f"{where}: got a value of a key column that does not fit ({error}); expected values of the types "
-            f"{', '.join(f'{field.name}: {field.type}' for field in schema)}. Convert the files, or choose other keys."
-        ) from error
+    columns = []
+    for field in schema:
+        try:
+            columns.append(table.column(field.name).cast(field.type))
+        except pa.ArrowInvalid as error:
+            what, wanted = f"a value that does not fit ({error})", f"values of the type {field.type}"
+            if pa.types.is_string(field.type):
+                what, wanted = "text that is not UTF-8", "UTF-8, which files of predictions hold"
+            raise InputError(
+                f"{where}: key column {field.name!r}: got {what}; expected {wanted}. Convert the files, for example "
+                "with iconv, or choose other keys (--keys)."
+            ) from error
+    return pa.table(columns, schema=schema)

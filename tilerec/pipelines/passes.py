@@ -71,7 +71,9 @@ class Pass:
         first = self.batches.popleft()
         # A batch that a rank could not read ends the pass; a batch that cannot be routed does not.
         self.over = first.unread
-        if self._even is not None and not first.unread:
+        if self._even is not None and first.unread:
+            self._even.send(first)  # the other ranks wait for its number
+        elif self._even is not None:
             self.over = True
             if self._even.read(first) is None:
                 # All ranks have posted headers for batches after the end. A process that exits before they have

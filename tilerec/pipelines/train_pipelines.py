@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tilerec.comms.group import Group
+from tilerec.errors import InputError
 from tilerec.pipelines.batch_in_flight import BatchInFlight, Origin
 from tilerec.pipelines.device_copy import DeviceCopy
 from tilerec.pipelines.even_ranks import EvenRanks
@@ -222,8 +223,18 @@ class TrainPipeline:
         return self._pipeline.trace
 
     def write_trace(self, path: str | Path) -> None:
-        """Write the stages of all ranks to one file for Perfetto. Collective if the model has several ranks."""
-        (self.trace or self.start_trace()).write(path, self._group)
+        """Write the stages of all ranks to one file for Perfetto. Collective if the model has several ranks.
+
+        Raises:
+            InputError: `start_trace` was not called.
+            FileError: the file cannot be written.
+        """
+        if self.trace is None:
+            raise InputError(
+                f"{type(self).__name__}.write_trace: got no recorded stages; expected a call of start_trace before the "
+                "steps to record. Call it on all ranks."
+            )
+        self.trace.write(path, self._group)
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Use `model` from now on, or the same model again. Nothing in the model changes.

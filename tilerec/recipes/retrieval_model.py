@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tilerec.data.columns import nearest
 from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.errors import ConfigError
 from tilerec.models.sasrec import SASRec
@@ -127,7 +128,7 @@ def _tables(dataset: Dataset, wanted: list[str], model: str) -> dict[str, tuple[
     known = {feature.name: feature for feature in dataset.sparse_features}
     for name in wanted:
         if name not in known:
-            raise ConfigError(f"{model}: got feature {name!r}; expected features of the data: {', '.join(known)}.")
+            raise ConfigError(f"{model}: got feature {name!r}, which the data do not have; {nearest(name, known)}")
         if known[name].managed:
             raise ConfigError(
                 f"feature {name!r}: got a managed table; expected ids='hash' or 'rows' with {model}. Change the table."

@@ -15,7 +15,7 @@ from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import RunConfig
 from tilerec.train.override import settings
 from tilerec.train.run_file import RUN_FILE, write_run_file
-from tilerec.train.run_logger import JsonLines, LogFiles, TensorBoard, finite
+from tilerec.train.run_logger import JsonLines, Logs, TensorBoard, finite
 from tilerec.train.run_plan import plan_in
 from tilerec.train.saved_model import MODEL_FILE
 from tilerec.train.vocabulary_files import write_vocabularies
@@ -32,7 +32,7 @@ def has_logs(folder: Path) -> bool:
     return (folder / "metrics.jsonl").exists()
 
 
-def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None) -> LogFiles:
+def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None) -> Logs:
     """Create the folder, write the config and the model's plan, and return the loggers.
 
     Args:
@@ -55,7 +55,7 @@ def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None
         if plan is not None:
             # `--plan` accepts this file, to repeat the same sharding.
             plan.save(folder / "plan.json")
-        return LogFiles([JsonLines(folder, resumed_at or 0), TensorBoard(folder, resumed_at or 0)])
+        return Logs([JsonLines(folder, resumed_at or 0), TensorBoard(folder, resumed_at or 0)], OSError)
     except FileError:
         raise
     except OSError as error:

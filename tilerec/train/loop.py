@@ -23,7 +23,7 @@ from tilerec.train.log_folder import open_logs, write_json, write_run
 from tilerec.train.override import settings
 from tilerec.train.result import RunResult, run_result, summary
 from tilerec.train.run_checkpoints import RunCheckpoints
-from tilerec.train.run_logger import LogFiles, Terminal, Watcher
+from tilerec.train.run_logger import Logs, Terminal, Watcher
 from tilerec.train.saved_model import MODEL_FILE, save_model
 from tilerec.train.started_run import started_run
 from tilerec.train.training_run import Run
@@ -42,7 +42,8 @@ def train(
     Args:
         config: of the complete run.
         console: console for progress; None for no output.
-        watchers: additional loggers besides the logs in `config.log_dir`; closed at the end.
+        watchers: additional loggers besides the logs in `config.log_dir`; closed at the end. One that fails is dropped
+            with a warning.
         group: the ranks that train together; each must call this function with the same config. None trains in this
             process alone. `config.parallel` defines how tables are sharded over the ranks, and rank 0 writes the logs.
             `console` and `watchers` may differ between ranks; they receive the same events on all.
@@ -54,8 +55,8 @@ def train(
         CommsError: another rank failed.
         RunStopped: a signal has stopped a run with checkpoints, and it is saved.
     """
-    world, all_watchers = World(group), list(watchers)
-    logs: LogFiles | None = None
+    world, all_watchers = World(group), list[Watcher]([Logs(watchers)])
+    logs: Logs | None = None
     run: Run | None = None
     try:
         if group is None and config.parallel.shards:
@@ -104,7 +105,7 @@ def train(
     return result
 
 
-def _save(config: RunConfig, model: nn.Module, run: Run, world: World, logs: LogFiles | None) -> None:
+def _save(config: RunConfig, model: nn.Module, run: Run, world: World, logs: Logs | None) -> None:
     """Write the model to the log folder. Collective. A full disk must not prevent the return of the result."""
     metadata = {name: str(value) for name, value in run.state_dict().items() if isinstance(value, int | float)}
     path = Path(config.log_dir) / MODEL_FILE

@@ -14,6 +14,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from rich.progress import (
 from rich.text import Text
 
 from tilerec.atomic_file import write_file
-from tilerec.errors import FileError
+from tilerec.errors import ConfigError, FileError
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ class Event:
 
 
 class Watcher(ABC):
-    """Receiver of a run's events (abstract): `begin`, then `record` for each event, then `close`."""
+    """Receiver of a run's events (abstract): `begin`, then `record` for each event, then `close`.
+
+    An exception other than a `ConfigError` ends the log with a warning, and the run continues.
+    """
 
     def begin(self, name: str, settings: Mapping[str, object]) -> None:  # noqa: B027 - most logs need no beginning
         """Open the log, before the first event.
@@ -118,34 +122,54 @@ class TensorBoard(Watcher):
         self._writer.close()
 
 
-class LogFiles(Watcher):
-    """Several logs. A log that cannot be written is dropped with a warning, and the run continues.
+class Logs(Watcher):
+    """Several logs. A log that fails is closed and dropped with a warning, and the run continues.
+
+    Args:
+        logs: which receive every event.
+        failures: errors of a log that fails. A `ConfigError` is not one of them, unless it is a `FileError`: its cause
+            is a wrong setting.
 
     Attributes:
         errors: one message per dropped log.
     """
 
-    def __init__(self, logs: Iterable[Watcher]) -> None:
+    def __init__(self, logs: Iterable[Watcher], failures: type[Exception] = Exception) -> None:
         self._logs = list(logs)
+        self._failures = failures
         self.errors: list[str] = []
+
+    def begin(self, name: str, settings: Mapping[str, object]) -> None:
+        for log in tuple(self._logs):
+            self._send(log, partial(log.begin, name, settings))
 
     def record(self, event: Event) -> None:
         for log in tuple(self._logs):
-            if not self.attempt(lambda log=log: log.record(event)):  # type: ignore[misc]
-                self._logs.remove(log)
-                with contextlib.suppress(OSError):
-                    log.close()
+            self._send(log, partial(log.record, event))
 
     def close(self) -> None:
         while self._logs:
-            self.attempt(self._logs.pop().close)
+            log = self._logs.pop()
+            self.attempt(log.close, type(log).__name__)
 
-    def attempt(self, write: Callable[[], object]) -> bool:
-        """Call `write`; if it raises `OSError`, store the message, warn, and return False."""
+    def _send(self, log: Watcher, call: Callable[[], object]) -> None:
+        if not self.attempt(call, type(log).__name__):
+            self._logs.remove(log)
+            with contextlib.suppress(self._failures):
+                log.close()
+
+    def attempt(self, call: Callable[[], object], who: str = "Logs") -> bool:
+        """Call `call`; if it fails, store the message, which begins with `who`, warn, and return False."""
         try:
-            write()
-        except OSError as error:
-            text = str(error) if isinstance(error, FileError) else f"Logs: got '{error.strerror or error}'."
+            call()
+        except self._failures as error:
+            if isinstance(error, FileError):
+                text = str(error)
+            elif isinstance(error, ConfigError):
+                raise
+            else:
+                strerror = error.strerror if isinstance(error, OSError) else None
+                text = f"{who}: got {type(error).__name__} '{strerror or error}'."
             self.errors.append(text)
             warnings.warn(f"{text} The run continues without this log.", stacklevel=2)
             return False

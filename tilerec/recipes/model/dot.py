@@ -31,7 +31,10 @@ class DotConfig(TablesConfig):
     def build(self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None) -> nn.Module:
         if len(dataset.sparse_features) != 2:
             names = [feature.name for feature in dataset.sparse_features]
-            raise ConfigError(f"DotModel: got a dataset with sparse features {names}; expected two.")
+            raise ConfigError(
+                f"DotModel: got a dataset with sparse features {names}; expected two. Leave others out, or use another "
+                "model, such as dcn."
+            )
         if len(dataset.tasks) != 1:
             raise ConfigError(
                 f"DotModel: got a dataset with tasks {list(dataset.tasks)}; expected one. Use another model."
