@@ -26,7 +26,6 @@ import typer
 
 from tilerec.command_group import CommandGroup
 from tilerec.errors import ConfigError, FileError, TilerecError
-from tilerec.option_file import with_config
 from tilerec.output_path import check_output
 from tilerec.progress import LOADING, command_phase
 from tilerec.terminal import SafeConsole, print_error, print_plain
@@ -279,7 +278,3 @@ def _contents(path: str) -> SavedContents:
 
 def _step(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1].removeprefix("step-")
-
-
-checkpoint_app.command("export")(with_config(export))
-checkpoint_app.command("import")(with_config(import_checkpoint))

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -52,6 +53,15 @@ def _from(module: str, name: str, *, config: bool = False) -> Callable[[], Any]:
     return make
 
 
+@cache
+def _checkpoint_app() -> Any:
+    from tilerec.checkpoint_cli import checkpoint_app, export, import_checkpoint
+
+    checkpoint_app.command("export")(with_config(export))
+    checkpoint_app.command("import")(with_config(import_checkpoint))
+    return checkpoint_app
+
+
 _COMMANDS = {
     "recipes": _from("run_cli.recipes", "recipes"),
     "train": _from("run_cli.train", "train", config=True),
@@ -71,7 +81,7 @@ _COMMANDS = {
     "doctor": _from("doctor_cli", "doctor"),
     "plan": _from("plan_cli.app", "plan_app"),
     "data": _from("data_cli", "data_app"),
-    "checkpoint": _from("checkpoint_cli", "checkpoint_app"),
+    "checkpoint": _checkpoint_app,
     "delta": _from("delta_cli", "delta_app"),
 }
 
