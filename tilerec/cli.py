@@ -62,7 +62,7 @@ def _checkpoint_app() -> Any:
     return checkpoint_app
 
 
-_COMMANDS = {
+_COMMANDS: dict[str, Callable[[], Any]] = {
     "recipes": _from("run_cli.recipes", "recipes"),
     "train": _from("run_cli.train", "train", config=True),
     "eval": _from("run_cli.evaluate", "evaluate", config=True),
