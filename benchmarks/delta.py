@@ -208,6 +208,7 @@ class Served:
 
 def served(kind: str, rows: int, folder: Path, samples: int) -> None:
     own = Served(kind, rows, folder)
+    torch.set_num_threads(1)  # as in a worker of `tilerec serve`
     own.reader.read(lambda found: found < 500)
     own.apply(own.publish())  # pages that are mapped from the package become its own
     alone = [own.apply(own.publish()) for _ in range(5)]

@@ -113,8 +113,8 @@ def line_of(found: LoadReport) -> str:
     return f"{'  '.join(parts)}  {found.pairs / found.seconds:9,.0f} pairs/s  failed: {failed}"
 
 
-IMPORTS = "import tilerec.cli, tilerec.serve.server; from importlib import import_module; " + (
-    "[import_module(name) for name in tilerec.serve.server._IMPORTS]"
+IMPORTS = "import tilerec.cli, tilerec.run_cli.serve, tilerec.serve.server; " + (
+    "tilerec.serve.server._import(tilerec.serve.server._LIBRARIES + tilerec.serve.server._IMPORTS)"
 )
 
 

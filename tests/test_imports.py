@@ -124,12 +124,39 @@ def test_a_server_begins_to_read_its_package_before_it_imports_its_other_modules
     assert second.isdisjoint({"starlette", "uvicorn", "tilerec.delta", "tilerec.checkpoint", "tilerec.serve.app"})
 
 
+def test_a_command_imports_no_other_command() -> None:
+    """To make all commands took longer than to import a server's modules."""
+    found = _modules_after(
+        "from typer.testing import CliRunner\n"
+        "from tilerec.cli import app\n"
+        "assert CliRunner().invoke(app, ['serve', '--help']).exit_code == 0\n"
+    )
+    assert "tilerec.run_cli.serve" in found
+    assert found.isdisjoint({"tilerec.run_cli.train", "tilerec.plan_cli.app", "tilerec.checkpoint_cli"})
+
+
+def test_a_server_imports_no_library_while_a_thread_loads_those_of_torch() -> None:
+    """Such an import waits for the system's loader, and all other threads wait for the import."""
+    found = _modules_after(
+        "import sys\n"
+        "from tilerec.serve.server import _IMPORTS, _LIBRARIES, _import\n"
+        "import tilerec.serve.package_copy, tilerec.serve.package_source, tilerec.export.torch_library\n"
+        "def libraries(): return {name for name, module in sys.modules.items()\n"
+        "    if str(getattr(module, '__file__', '')).endswith('.so')}\n"
+        "_import(_LIBRARIES)\n"
+        "before = libraries()\n"
+        "_import(_IMPORTS)\n"
+        "assert libraries() == before, libraries() - before\n"
+    )
+    assert "tilerec.serve.workers" in found
+
+
 def test_a_server_imports_no_torch() -> None:
     """torch's modules took most of the time of a start, and most of a server's memory."""
     found = _modules_after(
         "from importlib import import_module\n"
-        "from tilerec.serve.server import _IMPORTS\n"
-        "for name in _IMPORTS:\n"
+        "from tilerec.serve.server import _IMPORTS, _LIBRARIES\n"
+        "for name in _LIBRARIES + _IMPORTS:\n"
         "    import_module(name)\n"
     )
     assert "tilerec.serve.workers" in found

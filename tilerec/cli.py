@@ -24,34 +24,78 @@ tilerec plan tables.json --config plan.toml         take options from a file (op
 tilerec doctor                                      check this installation (doctor_cli.py)
 tilerec --install-completion                        complete commands and options in the shell
 
-Each command imports its modules when it runs, so `tilerec --help` starts fast.
+Each command is imported when it is used, and imports its modules when it runs, so it starts fast.
 """
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from typing import Annotated
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 
-from tilerec.calibrate_cli import calibrate
-from tilerec.checkpoint_cli import checkpoint_app, import_checkpoint
-from tilerec.checkpoint_cli import export as export_checkpoint
-from tilerec.command_group import CommandGroup
+from tilerec.command_group import CommandGroup, CommandsOnUse
 from tilerec.command_policy import interrupt_by_exception
-from tilerec.data_cli import data_app
-from tilerec.delta_cli import delta_app
-from tilerec.doctor_cli import doctor, own_version
 from tilerec.option_file import with_config
-from tilerec.plan_cli.app import plan_app
-from tilerec.port_cli import port
-from tilerec.run_cli.commands import add_run_commands
-from tilerec.stats_cli import stats
-from tilerec.terminal import SafeConsole, printable
+from tilerec.terminal import printable
+
+
+def _from(module: str, name: str, *, config: bool = False) -> Callable[[], Any]:
+    """Return a maker of a command that imports its function or its app; config: with the option `--config`."""
+
+    def make() -> Any:
+        found = getattr(import_module(f"tilerec.{module}"), name)
+        return with_config(found) if config else found
+
+    return make
+
+
+@cache
+def _checkpoint_app() -> Any:
+    from tilerec.checkpoint_cli import checkpoint_app, export, import_checkpoint
+
+    checkpoint_app.command("export")(with_config(export))
+    checkpoint_app.command("import")(with_config(import_checkpoint))
+    return checkpoint_app
+
+
+_COMMANDS: dict[str, Callable[[], Any]] = {
+    "recipes": _from("run_cli.recipes", "recipes"),
+    "train": _from("run_cli.train", "train", config=True),
+    "eval": _from("run_cli.evaluate", "evaluate", config=True),
+    "predict": _from("run_cli.predict", "predict", config=True),
+    "quantize": _from("run_cli.quantize", "quantize", config=True),
+    "export": _from("run_cli.export", "export", config=True),
+    "export-index": _from("run_cli.export_index", "export_index", config=True),
+    "parity": _from("run_cli.parity", "parity"),
+    "serve": _from("run_cli.serve", "serve", config=True),
+    "bench-serve": _from("run_cli.serve", "bench_serve", config=True),
+    "serve-files": _from("run_cli.serve_files", "serve_files", config=True),
+    "init": _from("run_cli.init", "init", config=True),
+    "calibrate": _from("calibrate_cli", "calibrate", config=True),
+    "stats": _from("stats_cli", "stats", config=True),
+    "port": _from("port_cli", "port"),
+    "doctor": _from("doctor_cli", "doctor"),
+    "plan": _from("plan_cli.app", "plan_app"),
+    "data": _from("data_cli", "data_app"),
+    "checkpoint": _checkpoint_app,
+    "delta": _from("delta_cli", "delta_app"),
+}
+
+
+class _Commands(CommandGroup):
+    """The commands of `tilerec`. A process imports and makes the one that it runs."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = CommandsOnUse(_COMMANDS)
+
 
 app = typer.Typer(
-    cls=CommandGroup,
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich takes as long to import as all else of a help text
@@ -59,14 +103,10 @@ app = typer.Typer(
 )
 
 
-app.add_typer(plan_app, name="plan")
-app.add_typer(data_app, name="data")
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(delta_app, name="delta")
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from tilerec.doctor_cli import own_version
+
         typer.echo(f"tilerec {own_version()}")
         raise typer.Exit
 
@@ -78,29 +118,6 @@ def _root(
     ] = False,
 ) -> None:
     """Train recommender models."""
-
-
-@app.command()
-def recipes() -> None:
-    """List the recipes."""
-    from rich.table import Table
-
-    from tilerec.recipes.registry import RECIPES, needs_data
-
-    table = Table("recipe", "data", "description")
-    for name, recipe in RECIPES.items():
-        first_line = (inspect.getdoc(recipe) or "").split("\n")[0]
-        table.add_row(name, "--data PATH" if needs_data(recipe) else "generated", first_line)
-    SafeConsole().print(table)
-
-
-add_run_commands(app)
-checkpoint_app.command("export")(with_config(export_checkpoint))
-checkpoint_app.command("import")(with_config(import_checkpoint))
-app.command()(with_config(calibrate))
-app.command()(with_config(stats))
-app.command()(port)
-app.command()(doctor)
 
 
 def main() -> None:

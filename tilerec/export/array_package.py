@@ -16,9 +16,10 @@ from typing import Any, final
 import numpy as np
 
 from tilerec.errors import ConfigError, InputError
+from tilerec.export.archive import check_parts
 from tilerec.export.arrays import ARRAY_DTYPES, Array, check_array
 from tilerec.export.manifest import Manifest
-from tilerec.export.package_file import check_lines, check_parts, check_weights, open_package
+from tilerec.export.package_file import check_lines, check_weights, open_package
 from tilerec.export.torch_library import cpu_level, last_error, ops_library
 from tilerec.export.versions import check_versions
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
+from tilerec.export.archive import check_parts
 from tilerec.export.arguments import check_tensor, flat_tensors, is_input, torch_dtype
 from tilerec.export.arrays import Array
 from tilerec.export.manifest import Manifest
-from tilerec.export.package_file import check_lines, check_parts, check_weights, open_package
+from tilerec.export.package_file import check_lines, check_weights, open_package
 from tilerec.export.versions import check_versions
 from tilerec.torch_private import package_loader, pytree
 

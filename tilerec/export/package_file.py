@@ -11,38 +11,26 @@ extracts only the compiled model.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 import mmap
-import os
-import stat
-import struct
-import zipfile
-import zlib
 from collections.abc import Mapping
-from os import PathLike
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tilerec.errors import ConfigError, FileError
+from tilerec.export.archive import AGAIN, WEIGHTS_AT, open_file, read_archive
 from tilerec.export.arrays import ARRAY_DTYPES, Array
 from tilerec.export.manifest import Manifest
-from tilerec.json_document import MOST_BYTES, MOST_NUMBER, parse_json
+from tilerec.json_document import MOST_NUMBER, parse_json
 from tilerec.spec.quantized_row import row_bytes
 
-WEIGHTS_AT = 4096
-"""First byte of the weights in the file."""
-WEIGHTS = "model/data/weights/tilerec.bin"
-MANIFEST = "model/extra/tilerec.json"
 ALIGNMENT = 64
 """Of the first byte of a weight."""
 
-_CODE = "model/data/aotinductor/"
 _CHUNK_BYTES = 1 << 24
-_AGAIN = "Export the model again, or copy the file again."
 _ROW_BITS = {"int8": 8, "int4": 4, "int2": 2}
 """Bits of a number of quantized rows, by the data type of their table."""
 
@@ -72,11 +60,8 @@ def open_package(path: str | Path, *, name: str = "") -> OpenPackage:
     what = f"Package {name or path}"
     try:
         with open_file(path, what) as file:
-            start = file.read(4)
-            if start != b"PK\x03\x04":
-                raise ConfigError(f"{what}: got no archive; expected a file of tilerec.export.export(). {_AGAIN}")
-            text, size = _parts(file, what)
-            manifest = Manifest.of(parse_json(text, f"{what}: manifest"))
+            archive = read_archive(file, what)
+            manifest = Manifest.of(parse_json(archive.manifest, f"{what}: manifest"))
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         if isinstance(error, ConfigError):
@@ -84,52 +69,7 @@ def open_package(path: str | Path, *, name: str = "") -> OpenPackage:
         raise FileError(
             f"{what}: got '{error.strerror or error}'; expected a readable file. Check the path.", error.errno
         ) from error
-    return OpenPackage(manifest, _mapped(manifest, memory, size, what))
-
-
-def open_file(path: str | Path, what: str) -> BinaryIO:
-    """Open a file for reading. A pipe is refused: `open` would wait for its writer.
-
-    Raises:
-        ConfigError: the path is none. OSError: the file cannot be opened, or is no regular file.
-    """
-    # open(3) would read the caller's descriptor 3, and close it.
-    if not isinstance(path, (str, PathLike)) or "\0" in str(path):
-        raise ConfigError(f"{what}: got {path!r} as its path; expected a str or a Path. Pass the path of the file.")
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file")
-    return file
-
-
-def _parts(file: BinaryIO, what: str) -> tuple[bytes, int]:
-    """Return the text of the manifest, and the size of the weights."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            parts = {part.filename: part for part in archive.infolist()}
-            if MANIFEST not in parts or WEIGHTS not in parts:
-                raise ConfigError(
-                    f"{what}: got an archive without {MANIFEST}; expected a file of tilerec.export.export(). Load "
-                    "files of torch.export.save() or aoti_compile_and_package() with torch's functions."
-                )
-            first = parts[WEIGHTS]
-            wrong = first.header_offset != 0 or first.compress_type != zipfile.ZIP_STORED
-            file.seek(26)
-            name, extra = struct.unpack("<HH", file.read(4))
-            if wrong or 30 + name + extra != WEIGHTS_AT or not any(own.startswith(_CODE) for own in parts):
-                raise ConfigError(f"{what}: got an archive that was packed again; expected the exported file. {_AGAIN}")
-            stated = parts[MANIFEST]
-            if stated.file_size > MOST_BYTES or stated.compress_type != zipfile.ZIP_STORED or stated.flag_bits & 1:
-                raise ConfigError(
-                    f"{what}: got a manifest of {stated.file_size:,} bytes, or one that is compressed or encrypted; "
-                    f"expected at most {MOST_BYTES:,} bytes, as they are. {_AGAIN}"
-                )
-            return archive.read(stated), first.file_size
-    except zipfile.BadZipFile as error:
-        raise ConfigError(
-            f"{what}: got a part of a package, or a damaged one ({error}); expected the whole file. {_AGAIN}"
-        ) from error
+    return OpenPackage(manifest, _mapped(manifest, memory, archive.weights, what))
 
 
 def _mapped(manifest: Manifest, memory: mmap.mmap, size: int, what: str) -> dict[str, Array]:
@@ -140,7 +80,7 @@ def _mapped(manifest: Manifest, memory: mmap.mmap, size: int, what: str) -> dict
         if own.start % ALIGNMENT or too_large or own.start + count * dtype.itemsize > size:
             raise ConfigError(
                 f"{what}: manifest: weight '{own.name}' of shape {list(own.shape)} begins at byte {own.start}; "
-                f"expected a place in the {size} bytes of the weights. {_AGAIN}"
+                f"expected a place in the {size} bytes of the weights. {AGAIN}"
             )
         flat = np.empty(0, dtype)
         if count:
@@ -154,7 +94,7 @@ def _mapped(manifest: Manifest, memory: mmap.mmap, size: int, what: str) -> dict
             got = "no weight" if rows is None else f"the shape {list(rows.shape)}"
             raise ConfigError(
                 f"{what}: manifest: table '{table.name}' has {got}; expected {[table.rows, width]} in "
-                f"'{table.weight}'. {_AGAIN}"
+                f"'{table.weight}'. {AGAIN}"
             )
     return out
 
@@ -170,7 +110,7 @@ def check_lines(package: OpenPackage, stated: Mapping[str, str], wanted: set[str
     if any(stated.get(name) != text for name, text in lines.items()) or not wanted <= set(package.weights):
         raise ConfigError(
             f"{what}: its manifest describes another model than its compiled part; expected the manifest of the "
-            f"export. {_AGAIN}"
+            f"export. {AGAIN}"
         )
 
 
@@ -180,7 +120,7 @@ def check_weights(package: OpenPackage, what: str) -> None:
         if _digest(package.weights[own.name]) != own.sha256:
             raise ConfigError(
                 f"{what}: weight '{own.name}' has other bytes than the manifest states; expected digest "
-                f"{own.sha256[:16]}. {_AGAIN}"
+                f"{own.sha256[:16]}. {AGAIN}"
             )
 
 
@@ -189,14 +129,3 @@ def _digest(weight: Array) -> str:
     for start in range(0, flat.size, _CHUNK_BYTES):
         digest.update(flat[start : start + _CHUNK_BYTES].data)
     return digest.hexdigest()
-
-
-def check_parts(path: str | Path, what: str) -> None:
-    """Raise a `ConfigError` if a part of the archive is not the one that was written. Weights have digests instead."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for part in archive.infolist():
-                if part.filename != WEIGHTS:
-                    archive.read(part)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        raise ConfigError(f"{what}: got a damaged part ({error}); expected the exported file. {_AGAIN}") from error

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
+from tilerec.export.archive import MANIFEST, WEIGHTS, WEIGHTS_AT
 from tilerec.export.arguments import dtype_name
 from tilerec.export.manifest import Manifest, Weight
-from tilerec.export.package_file import ALIGNMENT, MANIFEST, WEIGHTS, WEIGHTS_AT
+from tilerec.export.package_file import ALIGNMENT
 from tilerec.storage.row_file import fetch, release
 from tilerec.torch_private import readable_op_calls
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 import sys
 from importlib.util import find_spec
@@ -65,7 +66,7 @@ def ops_library() -> ctypes.CDLL:
     path = ops_path()
     try:
         _load_torch()
-        library = ctypes.CDLL(str(path))
+        library = _opened(path, 0)
     except OSError as error:
         raise ConfigError(
             f"libtilerec_ops.so: got '{error}'; expected to load it. Install tilerec and torch again."
@@ -92,9 +93,17 @@ def _load_torch() -> None:
         return
     try:
         # With what it needs: libtorch_cpu.so, and in builds for GPUs the libraries that their packages are linked to.
-        ctypes.CDLL(str(torch_home() / "lib" / "libtorch.so"), mode=ctypes.RTLD_GLOBAL)
+        _opened(torch_home() / "lib" / "libtorch.so", ctypes.RTLD_GLOBAL)
     except OSError:  # a build for GPUs whose libraries the system does not find: torch's modules do
         import torch as torch
+
+
+def _opened(path: Path, mode: int) -> ctypes.CDLL:
+    """Load a library while other Python threads run: `CDLL` alone keeps Python's global lock meanwhile."""
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.restype, dlopen.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
+    dlopen(str(path).encode(), mode | os.RTLD_NOW)
+    return ctypes.CDLL(str(path), mode=mode)  # the loaded one, or the error
 
 
 def last_error() -> str:

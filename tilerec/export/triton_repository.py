@@ -20,8 +20,9 @@ from pathlib import Path
 
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError, FileError
+from tilerec.export.archive import check_parts
 from tilerec.export.manifest import Manifest
-from tilerec.export.package_file import check_parts, check_weights, open_package
+from tilerec.export.package_file import check_weights, open_package
 from tilerec.export.signature import TensorSpec
 from tilerec.export.triton_model import PACKAGE, THREADS
 

@@ -45,6 +45,7 @@ def make_app(
 
     @asynccontextmanager
     async def life(_: Any) -> AsyncIterator[None]:
+        model.map_pages()
         yield
         batcher.close()
         model.close()

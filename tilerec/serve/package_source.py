@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
-from tilerec.export.array_package import ArrayPackage
 from tilerec.serve.package_copy import copy_package, mark_of
+
+if TYPE_CHECKING:
+    from tilerec.export.array_package import ArrayPackage
 
 
 class PackageSource(Protocol):

@@ -118,15 +118,19 @@ class ServedModel:
         self.version = self._tried(first)
         self._follow()
         self._pages = threading.Thread(target=map_pages, args=(first,), name="pages", daemon=True)
-        self._pages.start()
         self._thread = threading.Thread(target=self._watch, name="versions", daemon=True)
         if every:
             self._thread.start()
 
+    def map_pages(self) -> None:
+        """Map the pages of the first version in a thread. A server calls this once it takes requests."""
+        self._pages.start()
+
     def close(self) -> None:
         """Stop looking for versions."""
         self._stop.set()
-        self._pages.join()
+        if self._pages.is_alive():
+            self._pages.join()
         if self._thread.is_alive():
             self._thread.join()
 

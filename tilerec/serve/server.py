@@ -11,8 +11,9 @@ requests are answered.
 from __future__ import annotations
 
 import importlib
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,12 @@ from tilerec.serve.server_options import ServerOptions
 if TYPE_CHECKING:
     from rich.console import Console
 
-_IMPORTS = ("tilerec.serve.app", "tilerec.serve.endpoints", "tilerec.serve.workers", "uvicorn", "safetensors")
-"""Modules of the workers. The parent imports them while it reads the package, and workers share them. torch's are not
-among them: they took most of the time of a start."""
+_LIBRARIES = ("numpy", "ssl", "hashlib", "resource", "asyncio", "multiprocessing.connection", "safetensors")
+"""Modules with libraries of their own. They are imported before a thread loads torch's: the system loads one library at
+a time, and an import that waits for another thread's keeps Python's global lock."""
+_IMPORTS = ("tilerec.serve.app", "tilerec.serve.endpoints", "tilerec.serve.workers", "uvicorn")
+"""Modules of the workers. The parent imports them while threads read the package and load torch's libraries, and
+workers share them. torch's modules are not among them: they took most of the time of a start."""
 _IMPORTS_OF_DELTAS = ("tilerec.delta.follower",)
 """Imports torch."""
 
@@ -46,20 +50,27 @@ def run_server(
     with listen(options.host, options.port) as listener, worker_metrics():
         host, port = listener.getsockname()[:2]
         # Without the pause, collections take 0.18 s of the start.
-        with phase("load the package", console), gc_paused(), ThreadPoolExecutor(1, "copy") as thread:
+        with phase("load the package", console), gc_paused(), ThreadPoolExecutor(2, "start") as threads:
             from tilerec.export.torch_library import ops_library
             from tilerec.serve.package_copy import copy_package
             from tilerec.serve.package_source import FileWatch
 
             watch = FileWatch(options.path)
-            copying = thread.submit(copy_package, options.path)
-            ops_library()
-            for name in _IMPORTS + (_IMPORTS_OF_DELTAS if options.deltas else ()):
-                importlib.import_module(name)
+            copying = threads.submit(copy_package, options.path)
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy multiplies no matrices here
+            _import(_LIBRARIES)
+            loading = threads.submit(ops_library)
+            _import(_IMPORTS + (_IMPORTS_OF_DELTAS if options.deltas else ()))
+            loading.result()
             copy = copying.result()
         from tilerec.serve.workers import Workers
 
         Workers(options, listener, copy, watch).run(lambda: ready(f"http://{host}:{port}"), console)
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        importlib.import_module(name)
 
 
 def listen(host: str, port: int) -> socket.socket:
