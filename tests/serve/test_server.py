@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,6 +36,7 @@ from tests.serve.conftest import IDS, INSTANCES, LENGTHS, Small, batch, package_
 from tilerec.cli import app
 from tilerec.errors import ConfigError, InputError
 from tilerec.export import load
+from tilerec.export.archive import WEIGHTS, WEIGHTS_AT
 from tilerec.export.exporting import PreparedExport
 from tilerec.export.package_file import open_package
 from tilerec.serve.load import Load, offer_load
@@ -356,6 +361,39 @@ def test_a_server_that_cannot_start_ends_with_the_reason(first: Built, tmp_path:
     ended = CliRunner().invoke(app, ["serve", str(path), "--port", "0"])
     assert ended.exit_code == 1
     assert "got a part of a package" in ended.output
+
+
+def with_other_weights(data: bytes) -> bytes:
+    """Change the last byte of the weights, and the archive's checksums of them; the manifest states the old digest."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        part = archive.getinfo(WEIGHTS)
+    end = WEIGHTS_AT + part.file_size
+    changed = data[: end - 1] + bytes([data[end - 1] ^ 1]) + data[end:]
+    sums = [struct.pack("<I", crc) for crc in (part.CRC, zlib.crc32(changed[WEIGHTS_AT:end]))]
+    assert changed.count(sums[0]) >= 2
+    return changed.replace(*sums)
+
+
+def test_a_first_version_whose_weights_are_not_those_of_its_manifest_ends_the_server(
+    first: Built, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.pt2"
+    path.write_bytes(with_other_weights(first.data))
+    ended = CliRunner().invoke(app, ["serve", str(path), "--port", "0"])
+    assert ended.exit_code == 1
+    assert "has other bytes than the manifest states" in " ".join(ended.output.split())
+
+
+def test_a_later_version_whose_weights_are_not_those_of_its_manifest_never_serves(
+    served: tuple[Server, Path], first: Built, second: Built
+) -> None:
+    server, path = served
+    with load_on(server) as answers:
+        path.write_bytes(with_other_weights(second.data))
+        until(lambda: "other bytes than the manifest" in server.get("/v1/model"), "the reason")
+        more(answers)
+    assert_of(answers, first)
+    serve_again(server, path, first)
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "127.0.0.1:1", "nonsense", "http://["])

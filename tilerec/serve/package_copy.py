@@ -8,6 +8,7 @@ reads the file once and maps this copy.
                                                      worker processes map it and share its pages
 
 A checksum (CRC-32) detects damage; it takes half of the time of the weights' digests, which say whose weights they are.
+A trial compares those, of a first version while it serves already.
 Nothing here imports numpy: a server reads its package while it imports its modules.
 """
 
@@ -62,8 +63,11 @@ class PackageCopy:
     def __init__(self, fd: int, name: str) -> None:
         self.fd, self.name = fd, name
 
-    def load(self) -> ArrayPackage:
+    def load(self, *, verify: bool = False) -> ArrayPackage:
         """Return the package on this memory. Other processes share its pages, until one of them writes to a page.
+
+        Args:
+            verify: compare the digests of all weights with the manifest.
 
         Raises:
             ConfigError: its manifest does not fit it, or it was made for other ops, another torch or wider vectors than
@@ -71,7 +75,11 @@ class PackageCopy:
         """
         from tilerec.export.array_package import load_arrays
 
-        return load_arrays(_path(self.fd), verify=False, name=self.name)
+        return load_arrays(_path(self.fd), verify=verify, name=self.name)
+
+    def duplicate(self) -> PackageCopy:
+        """Return another descriptor of the same memory."""
+        return PackageCopy(os.dup(self.fd), self.name)
 
     def close(self) -> None:
         """Close the descriptor. Loaded packages keep the memory."""

@@ -68,6 +68,6 @@ class FileSource:
             return None
         copy = copy_package(self.name)
         try:
-            return copy.load()
+            return copy.load(verify=True)
         finally:
             copy.close()

@@ -1,4 +1,7 @@
-"""`Trial`: a process that reads a changed file into memory and runs it once. A broken one ends no server."""
+"""`Trial`: a process that reads a changed file into memory, compares all digests, and runs it once.
+
+A broken file ends no server. The first version serves before its digests are compared: its trial reads its copy.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,14 @@ class Trial:
 
     Args:
         path: of the file.
+        first: the copy of the version that serves already, to compare its digests; None: read the file.
     """
 
-    def __init__(self, context: ForkContext, path: str) -> None:
-        self._path, self._fd = path, new_memory()
+    def __init__(self, context: ForkContext, path: str, first: PackageCopy | None = None) -> None:
+        self.is_first = first is not None
+        self._path, self._fd = path, new_memory() if first is None else first.duplicate().fd
         self._answer, end = context.Pipe(duplex=False)
-        self._process = context.Process(target=_try, args=(path, self._fd, end, os.getpid()))
+        self._process = context.Process(target=_try, args=(path, self._fd, end, os.getpid(), self.is_first))
         self._process.start()
         end.close()
 
@@ -71,11 +76,12 @@ class Trial:
             return ""
 
 
-def _try(path: str, fd: int, answer: Connection, parent: int) -> None:
+def _try(path: str, fd: int, answer: Connection, parent: int, is_first: bool) -> None:
     follow_parent(parent)
     os.nice(_NICENESS)
     set_threads(1)
     try:
-        tried(copy_package(path, fd).load())
+        copy = PackageCopy(fd, path) if is_first else copy_package(path, fd)
+        tried(copy.load(verify=True))
     except (TilerecError, OSError) as error:
         answer.send(str(error))

@@ -4,6 +4,7 @@
               file changed: a trial reads and runs it
                   it serves   -> all workers get its copy, and so does every later worker
                   it does not -> all workers get the reason, and serve on
+    The first version has a trial while it serves; the server ends if it fails.
 
 A worker that dies is started again on the parent's copy, whatever has become of the file.
 """
@@ -71,7 +72,8 @@ class Workers:
             console: for the time until then; None prints none.
 
         Raises:
-            ConfigError: the version cannot serve, or workers die as soon as they start.
+            ConfigError: the version cannot serve, its weights are not those of its manifest, or workers die as soon as
+                they start.
         """
         before = {name: signal.signal(name, self._stop) for name in (signal.SIGTERM, signal.SIGINT)}
         gc.freeze()  # a collection would write to pages that parent and workers share
@@ -82,6 +84,7 @@ class Workers:
                 self._await_first()
             if not self._stops:
                 ready()
+                self._trial = Trial(self._context, self._options.path, self._copy)
             due = time.monotonic() + self._options.every
             while self._running:
                 rest = max(0.0, due - time.monotonic()) if self._options.every else 1.0
@@ -174,10 +177,15 @@ class Workers:
         try:
             copy = trial.result()
         except TilerecError as error:
+            if trial.is_first:
+                raise
             self._refuse(str(error))
             return
         self._copy.close()
-        self._copy, self._reason = copy, ""
+        self._copy = copy
+        if trial.is_first:
+            return
+        self._reason = ""
         for worker in self._running:
             self._send(worker, "")
 
