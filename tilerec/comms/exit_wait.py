@@ -7,7 +7,7 @@ as a pipeline sends the ids of later batches ahead. So the exit waits for them, 
 failed must not keep the others waiting.
 
 Each message is sent through aliases of its tensors that nothing else refers to. They are alive as long as gloo, or a
-handle that nobody waited for, holds the message.
+handle without a `wait`, holds the message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Releasable(Protocol):
     def is_done(self) -> bool: ...
 
     def release(self) -> None:
-        """Drop the message, whose result nobody will read."""
+        """Drop the message. Its result is not read any more."""
 
 
 class MessagesInFlight:

@@ -274,13 +274,13 @@ class ProcessGroupComms(Group):
         self, title: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> tuple[dist.Work, list[Tensor]]:  # fmt: skip
         """Send a message through aliases of its tensors; return both."""
-        sent = [output.detach(), input.detach()]
+        into, out = output.detach(), input.detach()
         try:
             # Calls the process group's method: torch.distributed's wrapper costs more than a small exchange.
-            work = self._process_group.alltoall_base(*sent, list(output_splits), list(input_splits), _ASYNC)
+            work = self._process_group.alltoall_base(into, out, list(output_splits), list(input_splits), _ASYNC)
         except RuntimeError as error:
             raise self._error(title, error) from error
-        return work, sent
+        return work, [into, out]
 
     def _shared_message(
         self, call: Call, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]

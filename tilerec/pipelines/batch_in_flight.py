@@ -83,8 +83,8 @@ class BatchInFlight:
         if self.handle is not None:
             self.handle.wait()
         for route in self.begun:
-            if route.flight is not None and route.flight.headers is not None:
-                route.flight.headers.wait()
+            if route.flight is not None:
+                route.flight.wait()
             if route.routed is not None:
                 route.routed.wait()
 

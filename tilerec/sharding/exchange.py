@@ -193,6 +193,11 @@ class RouteInFlight:
         """The headers in flight; None for a single rank that routes nothing."""
         return self.begun.headers
 
+    def wait(self) -> None:
+        """Wait for the sizes in flight, of a batch that goes no further."""
+        if self.headers is not None:
+            self.headers.wait()
+
     def finish(self) -> RoutedFeatures:
         """Send the ids to the owners of their rows. Collective; see `ShardedCollection.route` for errors."""
         routed = self.stages.router.finish(self.begun)

@@ -24,7 +24,6 @@ from tilerec.sharding.compiled import Begun, TracedModule, begin_managed, is_tra
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.exchange import LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.id_exchange import IdExchange
-from tilerec.sharding.posted_headers import PostedHeaders
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
@@ -136,10 +135,9 @@ class ManagedRouteInFlight:
     mutate_miss_lengths: bool
     maps: tuple[int, ...]
 
-    @property
-    def headers(self) -> PostedHeaders | None:
-        """The headers in flight of the rows' route; None for a single rank that routes nothing."""
-        return self.begun.headers
+    def wait(self) -> None:
+        """Wait for the sizes in flight, of a batch that goes no further."""
+        self.begun.wait()
 
     def finish(self) -> RoutedManaged:
         """Send the rows to their holders. Collective."""
