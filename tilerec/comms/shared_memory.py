@@ -153,8 +153,8 @@ class Arena:
 
     def _give(self, block: _Block) -> None:
         if os.getpid() == self._pid:  # a forked child frees its copies of the tensors
-            block.leased = False
             self._by_address.pop(self._address + block.begin, None)
+            block.leased = False  # last: another thread may take the block now
 
 
 @final
