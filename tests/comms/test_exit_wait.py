@@ -22,7 +22,7 @@ def _store() -> dist.Store:
 
 
 def _late_peer() -> list[bool]:
-    """Rank 1 sends only after rank 0 has waited in vain; nobody waits for the handles."""
+    """Rank 1 sends only after rank 0 has waited in vain. The handles are not waited for."""
     group, store = ProcessGroupComms(), _store()
     if group.rank == 1:
         store.wait(["posted"])
