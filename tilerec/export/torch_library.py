@@ -65,8 +65,10 @@ def ops_library() -> ctypes.CDLL:
     """
     path = ops_path()
     try:
-        _load_torch()
-        library = _opened(path, 0)
+        load_torch()
+        # Python's global lock is kept: the library takes it to find tilerec's Python ops. Otherwise this thread would
+        # wait for one that keeps the lock while it imports another library, and that one for this thread's loader.
+        library = ctypes.CDLL(str(path), handle=_opened(ctypes.PyDLL(None), path, 0))
     except OSError as error:
         raise ConfigError(
             f"libtilerec_ops.so: got '{error}'; expected to load it. Install tilerec and torch again."
@@ -88,22 +90,25 @@ def ops_library() -> ctypes.CDLL:
     return library
 
 
-def _load_torch() -> None:
+def load_torch() -> None:
+    """Load torch's C++ libraries while other Python threads run. Does nothing if torch is imported."""
     if "torch" in sys.modules:
         return
     try:
         # With what it needs: libtorch_cpu.so, and in builds for GPUs the libraries that their packages are linked to.
-        _opened(torch_home() / "lib" / "libtorch.so", ctypes.RTLD_GLOBAL)
+        _opened(ctypes.CDLL(None), torch_home() / "lib" / "libtorch.so", ctypes.RTLD_GLOBAL)
     except OSError:  # a build for GPUs whose libraries the system does not find: torch's modules do
         import torch as torch
 
 
-def _opened(path: Path, mode: int) -> ctypes.CDLL:
-    """Load a library while other Python threads run: `CDLL` alone keeps Python's global lock meanwhile."""
-    dlopen = ctypes.CDLL(None).dlopen
-    dlopen.restype, dlopen.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
-    dlopen(str(path).encode(), mode | os.RTLD_NOW)
-    return ctypes.CDLL(str(path), mode=mode)  # the loaded one, or the error
+def _opened(process: ctypes.CDLL, path: Path, mode: int) -> int:
+    """Load a library by functions of the process: those of a `PyDLL` keep Python's global lock. Returns its handle."""
+    dlopen, dlerror = process.dlopen, process.dlerror
+    dlopen.restype, dlopen.argtypes, dlerror.restype = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int), ctypes.c_char_p
+    found: int | None = dlopen(str(path).encode(), mode | os.RTLD_NOW)
+    if found is None:
+        raise OSError((dlerror() or b"").decode(errors="replace"))
+    return found
 
 
 def last_error() -> str:

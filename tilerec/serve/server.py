@@ -51,7 +51,7 @@ def run_server(
         host, port = listener.getsockname()[:2]
         # Without the pause, collections take 0.18 s of the start.
         with phase("load the package", console), gc_paused(), ThreadPoolExecutor(2, "start") as threads:
-            from tilerec.export.torch_library import ops_library
+            from tilerec.export.torch_library import load_torch, ops_library
             from tilerec.serve.package_copy import copy_package
             from tilerec.serve.package_source import FileWatch
 
@@ -59,9 +59,10 @@ def run_server(
             copying = threads.submit(copy_package, options.path)
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy multiplies no matrices here
             _import(_LIBRARIES)
-            loading = threads.submit(ops_library)
+            loading = threads.submit(load_torch)
             _import(_IMPORTS + (_IMPORTS_OF_DELTAS if options.deltas else ()))
             loading.result()
+            ops_library()
             copy = copying.result()
         from tilerec.serve.workers import Workers
 
