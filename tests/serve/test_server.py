@@ -175,6 +175,7 @@ def served(first: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     path = tmp_path_factory.mktemp("served") / "model.pt2"
     path.write_bytes(first.data)
     server = Server(path, "--workers", "2")
+    until(lambda: len(server.workers()) == 2, "the end of the process that compares the digests")
     yield server, path
     server.close()
     assert server.process.returncode == 0
