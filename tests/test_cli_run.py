@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +19,10 @@ from typer.testing import CliRunner
 from tilerec.cli import app
 from tilerec.errors import ConfigError
 from tilerec.export import load
+from tilerec.train.config import RunConfig
+from tilerec.train.loop import train
+from tilerec.train.result import RunResult
+from tilerec.train.run_logger import Event, Watcher
 from tilerec.train.trained_run import find_trained
 
 
@@ -253,3 +259,36 @@ def test_mistakes_of_quantize_are_named(
     assert code == 1
     assert message in " ".join(text.split())
     assert not (folder / "x").exists()
+
+
+class _Interrupt(Watcher):
+    """Presses Ctrl-C at the first event."""
+
+    def record(self, event: Event) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (["--save-every", "1000"], "Ctrl-C: stopping. A second one ends the run without a save.\n"),
+        ([], "stopped without a checkpoint. --save-every N saves some.\n"),
+    ],
+)
+def test_ctrl_c_ends_a_run_with_a_line_on_how_to_continue(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: list[str], said: str
+) -> None:
+    def interrupted(run: RunConfig, **options: Any) -> RunResult:
+        return train(run, watchers=[_Interrupt()], **options)
+
+    monkeypatch.setattr("tilerec.train.loop.train", interrupted)
+    log = str(tmp_path / "a run")
+    size = ["--set", "train.batch_size=8", "--set", "train.log_every=1"]
+    code, text = _invoke("train", str(folder / "run.toml"), "--log-dir", log, *size, *saved)
+    assert (code, said in text) == (130, True), text
+    again = f"saved. The same command with --log-dir '{log}' --resume continues.\n"
+    assert (again in text) == bool(saved), text
+    assert "Traceback" not in text

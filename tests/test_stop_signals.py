@@ -228,27 +228,55 @@ def request(number):
 """
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
-def test_a_deferred_signal_is_a_request(number: str) -> None:
+@pytest.mark.parametrize(("number", "taken"), [("SIGTERM", 15), ("SIGUSR1", 15), ("SIGINT", 2)])
+def test_a_deferred_signal_is_a_request(number: str, taken: int) -> None:
     found = _python(f"""{_DEFER}
+before = signal.getsignal(signal.{number})
 with signals:
     signals.begin()
     with signals.deferred():
         request(signal.{number})
         print("saves", signals.take())
-assert signal.getsignal(signal.{number}) is signal.SIG_DFL
+assert signal.getsignal(signal.{number}) is before
 """)
-    assert (found.returncode, found.stdout) == (0, "saves True\n"), found.stderr
+    assert (found.returncode, found.stdout) == (0, f"saves {taken}\n"), found.stderr
 
 
-def test_a_second_sigterm_ends_at_once_and_differs_from_a_saved_end() -> None:
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
+def test_a_second_signal_ends_at_once_and_differs_from_a_saved_end(first: str, second: str) -> None:
     found = _python(f"""{_DEFER}
 with signals, signals.deferred():
-    request(signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
+    request(signal.{first})
+    os.kill(os.getpid(), signal.{second})
     stuck()
 """)
     assert found.returncode == 137
+
+
+def test_ctrl_c_that_is_ignored_is_no_request() -> None:
+    """Commands in the background ignore SIGINT."""
+    found = _python(f"""{_DEFER}
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with signals, signals.deferred():
+    os.kill(os.getpid(), signal.SIGINT)
+    request(signal.SIGTERM)
+    print("saves", signals.take())
+""")
+    assert (found.returncode, found.stdout) == (0, "saves 15\n"), found.stderr
+
+
+def test_only_the_first_signal_of_a_request_is_announced() -> None:
+    found = _python("""
+signals = StopSignals(None, grace_s=60, repeat_s=1e6, on_request=lambda number: print("request", number, flush=True))
+with signals, signals.deferred():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+        while not signals.requested:
+            pass
+    signals.take()
+""")
+    assert (found.returncode, found.stdout) == (0, "request 2\n"), found.stderr
 
 
 def test_sigterm_after_an_early_warning_is_the_first_one() -> None:
@@ -259,7 +287,7 @@ with signals, signals.deferred():
     request(signal.SIGTERM)
     print("saves", signals.take())
 """)
-    assert (found.returncode, found.stdout) == (0, "saves True\n"), found.stderr
+    assert (found.returncode, found.stdout) == (0, "saves 15\n"), found.stderr
 
 
 def test_a_sigterm_that_a_launcher_repeats_is_one_request() -> None:
@@ -272,18 +300,19 @@ with signals, signals.deferred():
             pass
         print("saves", signals.take())
 """)
-    assert (found.returncode, found.stdout) == (0, "saves True\nsaves True\n"), found.stderr
+    assert (found.returncode, found.stdout) == (0, "saves 15\nsaves 15\n"), found.stderr
 
 
-def test_a_request_that_nothing_acted_on_ends_the_block() -> None:
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_request_that_nothing_acted_on_ends_the_block(number: str, code: int) -> None:
     found = _python(f"""{_DEFER}
 with signals:
     signals.begin()
     with signals.deferred():
-        request(signal.SIGTERM)
+        request(signal.{number})
     print("not reached")
 """)
-    assert (found.returncode, found.stdout) == (143, ""), found.stderr
+    assert (found.returncode, found.stdout) == (code, ""), found.stderr
 
 
 def test_a_rank_that_defers_signals_still_ends_with_its_launcher() -> None:

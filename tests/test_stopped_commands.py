@@ -1,4 +1,4 @@
-"""`tilerec train --save-every` under its own launcher and torchrun: SIGTERM saves, and the same command continues."""
+"""`tilerec train --save-every` under its own launcher and torchrun: signals save, and the same command continues."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ before `begin`   the process ends at once: it has no files to clean up, and a re
 after `begin`    the main thread raises KeyboardInterrupt, closes its files and removes temporary ones
 grace time over  the process ends: its main thread is in a call of C code, where no Python handler runs
 
-Within `deferred`, the first SIGTERM is a request, and so is SIGUSR1: the main thread saves its work and raises
-`RunStopped`. There is no grace time then, because a save may take long. A second SIGTERM ends the process at once.
+Within `deferred`, the first SIGTERM or SIGINT (Ctrl-C) is a request, and so is SIGUSR1: the main thread saves its work
+and raises `RunStopped`. There is no grace time then, because a save may take long. A second SIGTERM or SIGINT ends the
+process at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from types import FrameType, TracebackType
 from typing import Any, final
@@ -26,22 +27,27 @@ from typing import Any, final
 _AGAIN_S = 0.05
 """Seconds between two signals to a main thread that has not run its handler."""
 _REPEAT_S = 2.0
-"""Seconds in which a further SIGTERM is the same request, sent by the scheduler and again by a launcher."""
+"""Seconds in which a further signal is the same request, sent by the scheduler and again by a launcher."""
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that SIGTERM has ended; of one that defers the signal, after its work was saved."""
 UNSAVED = 128 + 9
-"""Exit code of a process that a second SIGTERM has ended before its work was saved: that of SIGKILL, which follows."""
+"""Exit code of a process that a second signal has ended before its work was saved: that of SIGKILL, which follows."""
 
 
 class RunStopped(SystemExit):
-    """End of a run that has saved its work because a signal requested it; the exit code is 143.
+    """End of a run that has saved its work because a signal requested it; the exit code is 143, or 130 for SIGINT.
 
     Attributes:
         step: number of steps that the saved run has made; 0 in a process that has only launched the ranks.
+        exit_code: 143 or 130.
+
+    Args:
+        number: of the signal; 0 if another rank got it.
     """
 
-    def __init__(self, step: int = 0) -> None:
-        super().__init__(STOPPED)
+    def __init__(self, step: int = 0, number: int = 0) -> None:
+        self.exit_code = 128 + number if number else STOPPED
+        super().__init__(self.exit_code)
         self.step = step
 
 
@@ -54,11 +60,19 @@ class StopSignals:
     Args:
         launcher: pipe to the launching process, which closes it to stop this one; None without a launcher.
         grace_s: seconds that the main thread has to end after a signal.
-        repeat_s: seconds after a request in which another SIGTERM is the same request.
+        repeat_s: seconds after a request in which another signal is the same request.
+        on_request: called with the number of the signal of a request, in a thread.
     """
 
-    def __init__(self, launcher: Connection | None, grace_s: float, repeat_s: float = _REPEAT_S) -> None:
+    def __init__(
+        self,
+        launcher: Connection | None,
+        grace_s: float,
+        repeat_s: float = _REPEAT_S,
+        on_request: Callable[[int], None] | None = None,
+    ) -> None:
         self._launcher, self._grace_s, self._repeat_s = launcher, grace_s, repeat_s
+        self._on_request = on_request
         self._begun = threading.Event()
         self._ending = threading.Event()
         self._handles = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and hasattr(signal, "pthread_kill")
@@ -68,9 +82,9 @@ class StopSignals:
         self._interrupts = False  # the watcher ends the process, so the handler raises
         self._exited = False
         self._deferring = False
-        self._requested_at: float | None = None  # first SIGTERM
-        self._requested = False
-        self._early = 0  # SIGUSR1 if it is a request; a handler of the caller's is not
+        self._requested_at: float | None = None  # first SIGTERM or SIGINT
+        self._request = 0
+        self._requests: tuple[int, ...] = ()  # signals that are requests; those with a handler of the caller's are not
 
     def __enter__(self) -> StopSignals:
         if self._handles:
@@ -97,43 +111,44 @@ class StopSignals:
     @property
     def requested(self) -> bool:
         """True if a signal has requested an end within `deferred`."""
-        return self._requested
+        return bool(self._request)
 
     @property
     def interrupted(self) -> bool:
         """True if SIGTERM has raised KeyboardInterrupt in the main thread."""
         return self._raised
 
-    def take(self) -> bool:
-        """Return True if an end was requested; the caller acts on it, so `deferred` does not."""
-        requested, self._requested = self._requested, False
-        return requested
+    def take(self) -> int:
+        """Return the signal of a request, SIGTERM or SIGINT, or 0. The caller acts on it, so `deferred` does not."""
+        request, self._request = self._request, 0
+        return request
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Note the first SIGTERM or SIGUSR1 as a request; a second SIGTERM ends the process. For the main thread.
+        """Note the first SIGTERM, SIGINT or SIGUSR1 as a request; a second SIGTERM or SIGINT ends the process.
 
-        A handler that the process has for SIGUSR1 stays.
+        For the main thread. A handler that the process has for SIGINT or SIGUSR1 stays.
 
         Raises:
             RunStopped: the block ended without an error and without `take`, in spite of a request.
         """
-        early = getattr(signal, "SIGUSR1", None) if self._handles else None
-        if early is not None and signal.getsignal(early) is not signal.SIG_DFL:
-            early = None
-        if early is not None:
-            signal.signal(early, _nothing)  # with a handler of Python, the watcher gets the signal's number
-        self._early = 0 if early is None else int(early)
-        self._requested_at, self._requested = None, False
+        before: dict[int, Any] = {}
+        if self._handles:
+            usual = {int(signal.SIGINT): signal.default_int_handler, int(signal.SIGUSR1): signal.SIG_DFL}
+            before = {number: handler for number, handler in usual.items() if signal.getsignal(number) is handler}
+        self._requests = (signal.SIGTERM, *before)
+        self._requested_at, self._request = None, 0
         self._deferring = True
         try:
+            for number in before:
+                signal.signal(number, _nothing)  # with a handler of Python, the watcher gets the signal's number
             yield
         finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
             self._deferring = False
-            if early is not None:
-                signal.signal(early, signal.SIG_DFL)
-        if self.take():
-            raise RunStopped
+        if number := self.take():
+            raise RunStopped(number=number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -182,14 +197,19 @@ class StopSignals:
         os._exit(STOPPED)
 
     def _note(self, numbers: bytes) -> None:
-        """Note a request; end the process at a second SIGTERM."""
+        """Note a request; end the process at a second SIGTERM or SIGINT."""
         now = time.monotonic()
-        if signal.SIGTERM in numbers:
+        found = [number for number in numbers if number in self._requests]
+        ends = [number for number in found if number in (signal.SIGTERM, signal.SIGINT)]
+        if ends:
             if self._requested_at is not None and now - self._requested_at > self._repeat_s:
                 os._exit(UNSAVED)
             self._requested_at = self._requested_at or now
-        if signal.SIGTERM in numbers or self._early in numbers:
-            self._requested = True
+        if found:
+            first = not self._request
+            self._request = self._request or (ends or [int(signal.SIGTERM)])[0]  # SIGUSR1 announces SIGTERM
+            if first and self._on_request is not None:
+                self._on_request(found[0])
 
     def _wake_main(self) -> None:
         """Send SIGTERM to the main thread until its handler has run.

@@ -54,12 +54,12 @@ def resumed_steps(folder: Path) -> RunConfig:
     return replace(own, train=replace(own.train, epochs=FAR, max_steps=found.step + 3))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stopped_run_is_saved_and_goes_on_with_the_same_bits(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
+def test_a_stopped_run_is_saved_and_goes_on_with_the_same_bits(tmp_path: Path, number: int, code: int) -> None:
     before = signal.getsignal(number)
     with pytest.raises(RunStopped) as stopped:
         train(long_run(tmp_path / "stopped"), watchers=[SignalAt(5, number=number)])
-    assert stopped.value.code == 143
+    assert stopped.value.code == code
     assert signal.getsignal(number) is before
     found = latest(tmp_path / "stopped" / "checkpoints")
     assert found is not None
@@ -92,7 +92,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_at_the_same_step(tmp_path: Path,
         ranks.run(go_on, str(tmp_path))
 
 
-def launched(group: ProcessGroupComms, folder: str, process: int, slow: bool) -> None:
+def launched(group: ProcessGroupComms, folder: str, process: int, slow: bool, number: int = signal.SIGTERM) -> None:
     """Train until the launching process is stopped."""
     if slow:
         save = ProcessGroupComms.all_gather_object
@@ -106,7 +106,7 @@ def launched(group: ProcessGroupComms, folder: str, process: int, slow: bool) ->
     else:
         watchers = []
     if not group.rank:
-        watchers.append(SignalAt(5, process))
+        watchers.append(SignalAt(5, process, number))
     train(long_run(folder), group=group, watchers=watchers)
 
 
@@ -124,13 +124,31 @@ class SlowFrom(Watcher):
         pass
 
 
-def test_the_launcher_passes_the_signal_on_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_launcher_passes_the_signal_on_and_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
     monkeypatch.setattr(launcher, "GRACE_S", 0.05)
-    with pytest.raises(RunStopped):
-        launcher.launch(2, launched, str(tmp_path), os.getpid(), False, saves=True)
+    with pytest.raises(RunStopped) as stopped:
+        launcher.launch(2, launched, str(tmp_path), os.getpid(), False, number, saves=True)
+    assert stopped.value.code == code
     found = latest(tmp_path / "checkpoints")
     assert found is not None
     assert found.step > 5
+
+
+def stopped_early(group: ProcessGroupComms, process: int) -> None:
+    """Stop the launching process, and wait for the end, as ranks do that have no step yet."""
+    if not group.rank:
+        os.kill(process, signal.SIGINT)
+    threading.Event().wait()
+
+
+def test_ranks_that_stop_without_a_save_are_no_saved_run() -> None:
+    with pytest.raises(SystemExit) as stopped:
+        launcher.launch(2, stopped_early, os.getpid(), saves=True)
+    assert not isinstance(stopped.value, RunStopped)
+    assert stopped.value.code == 130
 
 
 @NIGHTLY

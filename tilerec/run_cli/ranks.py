@@ -58,7 +58,7 @@ def _exit_on_sigterm() -> Iterator[None]:
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    with StopSignals(None, math.inf) as stop:
+    with StopSignals(None, math.inf, on_request=_notice) as stop:
         stop.begin()
         try:
             yield
@@ -66,3 +66,9 @@ def _exit_on_sigterm() -> Iterator[None]:
             if stop.interrupted:
                 raise SystemExit(STOPPED) from None
             raise
+
+
+def _notice(number: int) -> None:
+    """Print that the command stops, because a save may take minutes."""
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    SafeConsole(stderr=True).print(f"{name}: stopping. A second one ends the run without a save.", style="dim")

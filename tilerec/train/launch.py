@@ -120,8 +120,8 @@ def launch(
         function: defined at the top level of a module, as must be the arguments' types, because pickle imports them by
             name.
         device: see `joined`.
-        saves: ranks save their work when SIGTERM stops them. The first SIGTERM is passed on to them, and they have any
-            time; a second one ends this process, and so the ranks.
+        saves: ranks save their work when SIGTERM stops them. The first SIGTERM or SIGINT is passed on to them, and they
+            have any time; a second one ends this process, and so the ranks.
         timeout_s: see `joined`.
         replace: number of killed ranks to replace (`run_memory.py`): all ranks are started again, and find the memory
             that the others have left.
@@ -129,7 +129,7 @@ def launch(
     Raises:
         RankFailed: a rank failed or died.
         RunStopped: all ranks have saved their work and stopped.
-        KeyboardInterrupt, SystemExit: Ctrl-C, or a signal's handler; raised after all ranks have ended.
+        KeyboardInterrupt, SystemExit: a signal has stopped ranks that had nothing to save; raised after all have ended.
     """
     if count < 1:
         raise ConfigError(f"launch: got {count} ranks; expected at least 1.")
@@ -165,8 +165,10 @@ def _end_with(ended: _Ended, count: int) -> None:
     """Raise the error of the ranks, if there is one."""
     if ended.failures:
         worst = min(failure.severity for failure in ended.failures)
-        if worst == _SAVED or (ended.requested and worst > _DIED):
-            raise RunStopped
+        if worst == _SAVED:
+            raise RunStopped(number=ended.requested)
+        if ended.requested and worst > _DIED:
+            raise SystemExit(128 + ended.requested)  # before the first step, or after the last one
         raise _rank_failed(ended.failures, count)
 
 
@@ -197,7 +199,7 @@ def _run_once(
         with stop_request() if saves else contextlib.nullcontext() as request:
             folder = None if added is None else added[FOLDER]
             failures = _collect_failures(pipes, processes, request, store, folder)
-            requested = request is not None and request.take()
+            requested = 0 if request is None else request.take()
     finally:
         started = [process for process in processes if process.pid is not None]
         try:
@@ -239,10 +241,10 @@ class _Failure:
 @final
 @dataclass(frozen=True)
 class _Ended:
-    """End of all ranks: those that failed, and whether a signal has requested the end."""
+    """End of all ranks: those that failed, and the signal that has requested the end, or 0."""
 
     failures: list[_Failure]
-    requested: bool
+    requested: int
 
 
 def _end_fork_server() -> None:

@@ -82,7 +82,9 @@ def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], device: str, t
             where = f"rank {group.rank} of {group.size}: "
             stop.begin()
             return function(group, *args)
-    except (KeyboardInterrupt, RunStopped):
+    except RunStopped as stopped:
+        end(stopped.exit_code)
+    except KeyboardInterrupt:
         end(STOPPED)
     except BaseException as error:
         report(error, where)

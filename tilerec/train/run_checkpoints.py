@@ -8,7 +8,7 @@ The bits of a run that continues on the same number of ranks are those of a run 
 of ranks continues with the same global batches; its generators of dropout begin with the seed. Loss and AUC of the log
 entries go on in both cases.
 
-A run that saves checkpoints also saves when it is stopped: by SIGTERM or SIGUSR1, on any of its ranks.
+A run that saves checkpoints also saves when it is stopped: by SIGTERM, SIGUSR1 or Ctrl-C, on any of its ranks.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class RunCheckpoints:
         self._save(run)
         if self._stops:
             self._manager.wait()
-            raise RunStopped(run.steps)
+            raise self._stopped(run)
 
     def _save(self, run: Run) -> None:
         state = run.state_dict()
@@ -149,7 +149,10 @@ class RunCheckpoints:
             self._manager.wait()
             self._stops = self._votes.decide((self._requested, False))[0]
             if self._stops:
-                raise RunStopped(run.steps)
+                raise self._stopped(run)
+
+    def _stopped(self, run: Run) -> RunStopped:
+        return RunStopped(run.steps, 0 if self._request is None else self._request.take())
 
     def leave(self) -> None:
         """Wait for the running save after a failure, where no other rank can keep it from its end."""
