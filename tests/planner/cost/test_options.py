@@ -722,13 +722,19 @@ def test_with_sums_inside_two_hosts_no_arrangement_is_below_the_bound(dear: str)
             assert lower_bound(problem.lower, int(least * 2e12)) / 1e12 <= least * (1 + ROUGH)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 def test_the_times_that_a_bound_takes_from_estimates_are_those_that_it_would_have(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, ordered: bool
 ) -> None:
     topology, tables = Topology(8, "cuda", local_world_size=4), works(8, optimizer=specs.RowWiseAdagrad(0.1))
+    if ordered:
+        tables = [
+            dataclasses.replace(table, skew=Skew(table.rows // 2, 1.05, ordered=i % 3 > 0))
+            for i, table in enumerate(tables)
+        ]
     taken = build(tables, topology, min_partition=8)
     assert taken.lower is not taken.instance  # places of column blocks tell what their row sums cost
-    monkeypatch.setattr(OptionAmounts, "as_in_bound", property(lambda amounts: False))
+    monkeypatch.setattr(OptionAmounts, "as_in_bound", lambda amounts, option: False)
     anew = build(tables, topology, min_partition=8)
     for field in dataclasses.fields(Instance):
         first, second = getattr(taken.lower, field.name), getattr(anew.lower, field.name)

@@ -10,7 +10,7 @@ Legend: T tables, n tables of this option, P present bags, N ids, q share of a t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,14 +30,16 @@ ROW_CHANGE = 1.0 / 64  # relative change of a range of rows, to measure how its 
 
 
 def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> PieceAmounts:
-    """Add the amounts of option o, which splits tables t or places them whole; return the counts they follow from."""
+    """Add the amounts of option o, which splits tables t or places them whole; return the counts they follow from.
+
+    `PieceAmounts.add_placed` adds the rest.
+    """
     pieces = PieceAmounts(amounts, o, option, t)
     pieces.add_exchanges()
     pieces.add_lookup()
     pieces.add_sums_inside_hosts()
     pieces.add_home()
     pieces.add_update()
-    pieces.add_memory(amounts)
     if option.head:
         add_head(amounts, pieces.model, o, t, pieces.head)
     amounts.use("exchange", o, t, amounts.ranks > 1)
@@ -87,7 +89,7 @@ class PieceAmounts:
         way, k, on = option[:3]
         self.on, self.ranks = on, float(amounts.ranks)
         self.columns = columns = k if way in (Way.COLUMNS, Way.GRID) else 1
-        self.rows = rows = k * on if way is Way.ROWS else (on if way is Way.GRID else 1)
+        self.rows = rows = option.ranges
         self.parts = float(rows * columns)
         self.width, self.element = work.dim[t] / float(columns), work.element[t]
         self.once = once = self._sent_once()
@@ -192,20 +194,26 @@ class PieceAmounts:
         # Ranges get longer, and less is read of them. A few of many tell the most; a bound needs all.
         few = self.rows > MANY_RANGES and not amounts.lower
         which = np.unique(np.arange(MANY_RANGES + 1) * (self.rows - 1) // MANY_RANGES) if few else np.arange(self.rows)
-        table, ends = cut[:, None], self._cuts(np.concatenate([which, which + 1]))
-        low, high = ends[:, : len(which)], ends[:, len(which) :]
+        edges = np.union1d(which, which + 1)
+        low, high = np.searchsorted(edges, which), np.searchsorted(edges, which + 1)
+        table, ends = cut[:, None], self._cuts(edges)
+
+        def between(below: Any) -> Any:
+            """Return [n, m] amounts in the ranges, from those below their ends."""
+            return below[:, high] - below[:, low]
+
         if self.option.cached:
-            moved = model.missed_in(np.repeat(cut, len(which)), low.reshape(-1), high.reshape(-1)).reshape(low.shape)
+            begin, end = (ends[:, side].reshape(-1) for side in (low, high))
+            moved = model.missed_in(np.repeat(cut, len(which)), begin, end).reshape(len(cut), -1)
             found.missed[cut] = np.min(moved, axis=1) if amounts.lower else np.max(moved, axis=1)
         if amounts.lower:
             return found
-        every = np.maximum(model.all_distinct[table], 1e-300)
-        found.reads[cut] = np.max(work.share(table, low, high), axis=1)
-        found.rows[cut] = np.max((high - low) / work.rows[table], axis=1)
-        found.distinct[cut] = np.max(model.seen(amounts.ranks).between(table, low, high) / every, axis=1)
+        every, places = np.maximum(model.all_distinct[cut], 1e-300), work.laws.places(table, ends)
+        found.reads[cut] = np.max(between(work.laws.reads_below(table, places)), axis=1)
+        found.rows[cut] = np.max(between(ends) / work.rows[table], axis=1)
+        found.distinct[cut] = np.max(between(model.seen(amounts.ranks).below(table, places)) / every[:, None], axis=1)
         if self.once.any():
-            below = distinct_below(model, cut, ends, self.once)
-            found.once[cut] = np.max(below[:, len(which) :] - below[:, : len(which)], axis=1)
+            found.once[cut] = np.max(between(distinct_below(model, cut, ends, self.once)), axis=1)
         return found
 
     def _cuts(self, which: Ints) -> Ints:
@@ -350,12 +358,16 @@ class PieceAmounts:
         amounts.put(amounts.cost, o, t, "update", update + dense + model.write_back(t, hot / self.rows))
         bags = rates.at("update_bag", self.width)
         amounts.put(amounts.fixed, o, t, "update", self.kept * ranks * self.P * bags)
-        if self.columns > 1:
-            self._add_row_sums()
 
-    def _add_row_sums(self) -> None:
+    def add_placed(self, amounts: OptionAmounts) -> None:
+        """Add to these amounts the parts in which estimates and bounds differ if they know all the rest alike."""
+        self._add_memory(amounts)
+        if self.columns > 1:
+            self._add_row_sums(amounts)
+
+    def _add_row_sums(self, amounts: OptionAmounts) -> None:
         """Add the sums over a row that its column blocks exchange, for row rules with sums over whole rows."""
-        amounts, o, t, distinct = self.amounts, self.o, self.t, self.distinct
+        o, t, distinct = self.o, self.t, self.distinct
         work, rates = amounts.work, amounts.model.rates
         others = self.columns - 1.0
         if self.option.way is Way.GRID:
@@ -377,7 +389,7 @@ class PieceAmounts:
         amounts.put(amounts.cost, o, t, NETWORK_STAGES[3], np.where(talks, crossing, 0.0))
         amounts.use("row sums", o, t, talks)
 
-    def add_memory(self, amounts: OptionAmounts) -> None:
+    def _add_memory(self, amounts: OptionAmounts) -> None:
         """Add weights, optimizer state and buffers of one piece, and the buffers of every home, to these amounts."""
         o, t, ranks, width = self.o, self.t, self.ranks, self.width
         model, work, cached = amounts.model, amounts.work, self.option.cached

@@ -57,6 +57,13 @@ class Option(NamedTuple):
         """Number of ranks that hold a part of the table, if pieces are on distinct ranks."""
         return self.pieces * self.width
 
+    @property
+    def ranges(self) -> int:
+        """Number of ranges of rows of each column block; 1 for copies."""
+        if self.way is Way.ROWS:
+            return self.holders
+        return self.width if self.way is Way.GRID else 1
+
     def __str__(self) -> str:
         over = {1: ""}.get(self.width, f" over {self.width} ranks")
         behind = ", cached" if self.cached else ""
