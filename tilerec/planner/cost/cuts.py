@@ -13,6 +13,7 @@ from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.workload import Bools, Ints, Workload
 from tilerec.planner.search.instance import SHARE
+from tilerec.spec.hot_rows import MOST_HOT_ROWS
 
 
 def even_pieces(rows: Any, parts: int) -> Ints:
@@ -26,10 +27,15 @@ def head_rows(rows: Any, head: float) -> Ints:
     return np.floor(np.asarray(rows, np.float64) * head).astype(np.int64)
 
 
-def heads_of(work: Workload, head: float) -> Ints:
-    """Return [T] the rows of heads: that part of the rows, at most as many as a table has hot ids, if not ordered."""
+def heads_of(work: Workload, head: float, *, cached: bool = False) -> Ints:
+    """Return [T] the rows of heads: that part of the rows, at most as many as a table has hot ids, if not ordered.
+
+    Args:
+        cached: the table's rows are behind a cache, so its first rows are hot ids, too; 0 for more than a plan holds.
+    """
     rows = head_rows(work.rows, head)
-    return np.where(work.ordered, rows, np.minimum(rows, work.named))
+    first = np.where(rows <= MOST_HOT_ROWS, rows, 0) if cached else rows
+    return np.where(work.ordered, first, np.minimum(rows, work.named))
 
 
 class Levels(NamedTuple):
