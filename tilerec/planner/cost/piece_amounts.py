@@ -411,7 +411,7 @@ class PieceAmounts:
         buffers = part * ranks * (self.payload * copies + self.P * width * work.wide + self.N * KEY_BYTES)
         # The owner of a whole table also has a larger batch of its own.
         more = self.more_payload * copies + self.more_P * width * work.wide
-        cold = model.all_distinct[t] * (1.0 - self.head.distinct[t])  # rows that a cache is asked for
+        cold = model.all_distinct[t] * (1.0 - self.head.distinct[t])  # rows that a cache serves
         buffers = buffers + 2.0 * more + self.more_N * KEY_BYTES
         # Bytes of a home beyond those for a whole table.
         held = self.parts * self.home_P * width + self.head.P * work.dim[t]
