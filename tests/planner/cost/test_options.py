@@ -722,11 +722,13 @@ def test_with_sums_inside_two_hosts_no_arrangement_is_below_the_bound(dear: str)
             assert lower_bound(problem.lower, int(least * 2e12)) / 1e12 <= least * (1 + ROUGH)
 
 
-def test_options_that_no_table_in_frequency_order_may_use_are_those_of_the_other_tables() -> None:
-    tables = works(4)
+@pytest.mark.parametrize("cached", [False, True])
+def test_options_that_no_table_in_frequency_order_may_use_are_those_of_the_other_tables(cached: bool) -> None:
+    tables = works(4, optimizer=specs.SGD(0.1))
     first = dataclasses.replace(tables[0], skew=Skew(100, 1.0, ordered=True))
-    limits = {first.name: Limits((ShardingType.TABLE_WISE,))}
-    problem, others = build([first, *tables[1:]], Topology(4), limits), build(tables[1:], Topology(4))
+    behind = {table.name: Limits(cached=cached) for table in tables[1:]}
+    limits = {first.name: Limits((ShardingType.TABLE_WISE,)), **behind}
+    problem, others = build([first, *tables[1:]], Topology(4), limits), build(tables[1:], Topology(4), behind)
     assert problem.options == others.options
     assert problem.instance.there[0].sum() == 1
     assert np.array_equal(problem.instance.there[1:], others.instance.there)

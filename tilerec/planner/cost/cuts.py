@@ -57,7 +57,7 @@ class Levels(NamedTuple):
     def knots_below(self, lines: Ints, wanted: Floats) -> Ints:
         """Return [n, m] the last knots at or below levels `wanted` [m] of some of the tables."""
         inner = self.level[lines, 1:-1]
-        if 0 < len(lines) < len(wanted):
+        if len(lines) < len(wanted):
             return np.stack([np.searchsorted(own, wanted) for own in inner])
         return np.stack([(inner < each).sum(1, dtype=np.int16) for each in wanted.tolist()], axis=1)
 

@@ -101,7 +101,7 @@ class PieceAmounts:
         self.even = even = (1.0 - head.reads) / rows
         self.even_once = even_once = (1.0 - head.once) / rows
         self.cut = np.intersect1d(amounts.ranges.tables, t, assume_unique=True)
-        self.uneven = rows > 1 and len(amounts.ranges.tables) > 0
+        self.uneven = rows > 1 and len(self.cut) > 0
         self.ranges = ranges = self._ranges()
         self.share = ranges.rows[t]
         self.P, self.N, lengths = self._in_a_range(distinct)
@@ -206,7 +206,7 @@ class PieceAmounts:
 
         if self.option.cached:
             begin, end = (ends[:, side].reshape(-1) for side in (low, high))
-            moved = model.missed_in(np.repeat(cut, len(which)), begin, end).reshape(len(cut), -1)
+            moved = model.missed_in(np.repeat(cut, len(which)), begin, end).reshape(len(cut), len(which))
             found.missed[cut] = sum(moved.T) / self.rows if amounts.lower else np.max(moved, axis=1)
         if amounts.lower:
             return found
