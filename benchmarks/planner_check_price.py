@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ STAGE_OF = {
 WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
 BAGS, ROWS, DENSE, BARE, SHARES = range(5)  # forms in which replicas exchange gradients
 SORT_BYTES, CACHE_LINE_BYTES, CACHE_ROW_BYTES, CACHE_SET = 16, 17, 4, 32
+HOT_ID, HOT_FEATURE = 8e-9, 6e-5  # seconds to look for hot ids: per id on CPUs, per feature on GPUs
 MOST_COPIES = 8  # replicas that send all their gradients to each other
 DEPTH = 1  # batches routed ahead, besides the current one
 OUT, IN = 0, 1
@@ -98,15 +99,21 @@ class Zipf:
     def distinct(self, draws: float) -> float:
         return min(draws, math.fsum(count * _hit(share, draws) for _, count, share in self.buckets))
 
-    def distinct_below(self, draws: float, row: int) -> float:
-        found = math.fsum(
-            min(max(row + 1.0 - low, 0.0), count) * _hit(share, draws) for low, count, share in self.buckets
-        )
+    def distinct_below(self, draws: float, row: int, hot: int = 0) -> float:
+        """Return the distinct ids below a row, without the first `hot` ones."""
+        found = math.fsum(n * _hit(share, draws) for n, share in self._cold(row, hot))
         every = math.fsum(count * _hit(share, draws) for _, count, share in self.buckets)
         return found * min(1.0, draws / every) if every else 0.0
 
-    def below(self, row: int) -> float:
-        return math.fsum(min(max(row + 1.0 - low, 0.0), count) * share for low, count, share in self.buckets)
+    def below(self, row: int, hot: int = 0) -> float:
+        """Return the share of the reads of ids below a row, without the first `hot` ones."""
+        return math.fsum(n * share for n, share in self._cold(row, hot))
+
+    def _cold(self, row: int, hot: int) -> Iterator[tuple[float, float]]:
+        """Yield (ids below the row that are not hot, share of one id) of each bucket, whose hot ids are anywhere."""
+        for low, count, share in self.buckets:
+            below, warm = (min(max(end + 1.0 - low, 0.0), count) for end in (row, hot))
+            yield below * (1.0 - warm / count), share
 
 
 # ------------------------------------------------------------------------------------------------ inputs
@@ -123,7 +130,10 @@ class Feature:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: sizes in cells and bytes, and the features that read it."""
+    """A table: sizes in cells and bytes, and the features that read it. hot: first rows that are hot rows.
+
+    Copies of hot rows are rows [rows, rows + hot) in `found` and `share`.
+    """
 
     key: str
     rows: int
@@ -144,6 +154,7 @@ class Table:
     ordered: bool
     load_factor: float
     distinct_wire: bool | None  # `Wire.distinct`
+    hot: int = 0
     known: dict[float, float] = field(default_factory=dict, compare=False)
 
     @property
@@ -153,7 +164,7 @@ class Table:
     def distinct(self, ranks: float) -> float:
         """Return U, the expected number of distinct rows among the ids of the batches of `ranks` ranks."""
         if ranks not in self.known:
-            self.known[ranks] = self.found(self.ids * ranks, 0, self.rows)
+            self.known[ranks] = self.found(self.ids * ranks, 0, self.rows + self.hot)
         return self.known[ranks]
 
     def found(self, draws: float, r0: int, r1: int) -> float:
@@ -161,16 +172,21 @@ class Table:
         if self.zipf is None:
             whole = min(draws, self.rows * _hit(1.0 / self.rows, draws))
         elif self.ordered:
-            return self.zipf.distinct_below(draws, r1) - self.zipf.distinct_below(draws, r0)
+            zipf, rows = self.zipf, self.rows
+            cold = [zipf.distinct_below(draws, min(row, rows), self.hot) for row in (r0, r1)]
+            copies = zipf.distinct_below(draws, rows) - zipf.distinct_below(draws, rows, self.hot)
+            return cold[1] - cold[0] + copies * (max(r1 - rows, 0) - max(r0 - rows, 0)) / max(self.hot, 1)
         else:
             whole = self.zipf.distinct(draws)
         return whole * (r1 - r0) / self.rows
 
     def share(self, r0: int, r1: int) -> float:
         """Return the share of the table's ids in rows [r0, r1)."""
-        if self.ordered and (r0, r1) != (0, self.rows):
+        if self.ordered and (self.hot or (r0, r1) != (0, self.rows)):
             assert self.zipf is not None
-            return self.zipf.below(r1) - self.zipf.below(r0)
+            cold = [self.zipf.below(min(row, self.rows), self.hot) for row in (r0, r1)]
+            copies = (max(r1 - self.rows, 0) - max(r0 - self.rows, 0)) / max(self.hot, 1)
+            return cold[1] - cold[0] + copies * self.zipf.below(self.hot)
         return (r1 - r0) / self.rows
 
     def weights(self, rows: float, width: int) -> float:
@@ -311,7 +327,7 @@ def speeds_of(topology: Topology) -> Any:
         call=5e-4 if cpu else 3e-5, call_peer=2e-5 if cpu else 5e-7,
         step=1e-3 if cpu else 0.0, part=1e-5 if cpu else 1e-8,
         replica=1e-4 if cpu else 1e-5, row_sum=3e-4 if cpu else 1e-5, cache=(1 if cpu else 32) * 2**20,
-        duplex=not cpu,
+        duplex=not cpu, hot_id=None,
     )  # fmt: skip
 
 
@@ -459,6 +475,12 @@ class _OfTable:
     def __init__(self, pricing: Pricing, table: Table, placed: Placement, id_bytes: float) -> None:
         self.pricing, self.world, self.table = pricing, pricing.world, table
         self.tiling, self.cached, self.sums_in_hosts = placed
+        if self.tiling.head is not None:  # the planner's hot rows are first rows here: no case names ids
+            hot = self.tiling.head.hot.ids
+            assert table.ordered
+            assert hot[-1] == len(hot) - 1
+            self.table = table = replace(table, hot=len(hot), known={})
+            self.tiling = self.tiling.held
         self.speeds, self.wide, self.id_bytes = self.world.speeds, pricing.wide, id_bytes
         self.everyone = range(self.world.ranks)
         self.found = pricing.nothing()
@@ -527,6 +549,10 @@ class _OfTable:
         routes = self._routes()
         groups = [group for route in routes for group in self._groups(route)]
         merged = {part for _, group in groups for part in group}
+        for home in self.everyone if self.table.hot else ():
+            each = HOT_ID if self.speeds.hot_id is None else self.speeds.hot_id
+            on_cpu = self.world.topology.compute_device == "cpu"
+            self._work("ids", home, feature.bags * feature.length * each if on_cpu else HOT_FEATURE)
         for route in routes:
             for home in self.everyone:
                 self._work("ids", home, feature.bags * feature.length * self.speeds.route)
@@ -591,12 +617,12 @@ class _OfTable:
             (r1 - r0) * sum(u.c1 - u.c0 for u in units)
             for (r0, r1, owners), units in self.units.items()
             if self.world.reader(owners, home) != home
-        ) / (table.rows * table.dim)
+        ) / ((table.rows + table.hot) * table.dim)
         if forced or not away:
             return away > 0.0
         if away <= 0.07:
             return False
-        distinct = table.found(feature.bags * feature.length, 0, table.rows)
+        distinct = table.found(feature.bags * feature.length, 0, table.rows + table.hot)
         return 100.0 * distinct <= feature.bags * int(100 * (1 - 0.07 / away))
 
     # ---------------------------------------------------------------------------------------- sums inside hosts
@@ -679,7 +705,7 @@ class _OfTable:
                         self._work("update", owner, self._update(ids, bags, every, width))
                     if not table.attached:
                         self._work("update", owner, 3.0 * rows * width * table.element * self.speeds.copy)
-                    if self.cached:
+                    if self.cached and r0 < table.rows:  # copies of hot rows are on the device
                         self._behind_a_cache(owner, r0, r1, every, width)
                     else:
                         self._hold(owner, table.weights(rows, width))

@@ -23,9 +23,11 @@ from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.report.explanation import Explainer
 from tilerec.planner.tables import PlannedTable
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.cache import CacheParams
 from tilerec.spec.hot_rows import HotRows
+from tilerec.spec.key_value import KeyValueParams
 from tilerec.spec.optimizer import SGD
-from tilerec.spec.plan import ShardingPlan, Wire
+from tilerec.spec.plan import EmbeddingComputeKernel, ShardingPlan, Wire
 from tilerec.spec.table import DataType, EmbeddingConfig
 from tilerec.spec.topology import Topology
 from tilerec.testing.virtual import run_virtual_ranks
@@ -101,6 +103,41 @@ def test_ids_that_statistics_name_become_hot_rows_of_a_plan_in_a_file(tmp_path: 
     assert run_virtual_ranks(4, live) == [len(sharding.hot)] * 4
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["named", "in order"])
+def test_a_plan_has_hot_rows_of_a_table_in_files_and_its_cache_is_not_asked_for_them(
+    tmp_path: Path, ordered: bool
+) -> None:
+    skew = Skew(ROWS, 1.3, ordered=ordered, hot=() if ordered else ORDER[:200].numpy())
+    files: dict[str, Any] = {
+        "compute_kernels": ["key_value"], "cache_params": CacheParams(load_factor=0.01),
+        "key_value_params": KeyValueParams(str(tmp_path)),
+    }  # fmt: skip
+    made = planner(skew, **files)
+    plan = made.plan([TABLE])
+    sharding = plan.plan[""]["t"]
+    assert sharding.hot is not None
+    assert sharding.kernel is EmbeddingComputeKernel.KEY_VALUE
+    hot = sharding.hot.ids.tolist()
+    assert hot == (list(range(len(hot))) if ordered else sorted(ORDER[: len(hot)].tolist()))
+    assert plan.report is not None
+    assert any(note.startswith(f"1 of 1 tables have {len(hot):,} hot rows on every rank") for note in plan.report.notes)
+    assert plan.report.bound_s <= plan.report.cost_s
+    assert made.price([TABLE], plan).seconds == pytest.approx(plan.report.cost_s)
+    found = Explainer(made.request([TABLE])).explanation("t")
+    assert found.considered[0].option == f"rows over 4 ranks, cached, {len(hot) / ROWS:.2%} of rows on each"
+    bare = replace(plan, plan={"": {"t": replace(sharding, hot=None, tiling=sharding.tiling.bare)}})  # type: ignore[union-attr]
+    assert made.price([TABLE], plan).seconds < made.price([TABLE], bare).seconds
+
+    def live(group: Group) -> tuple[int, int]:
+        module = shard(model(), plan, group)
+        ids = batch(group.rank)
+        torch.cat([own.values() for own in module(ids).values()]).sum().backward()
+        return module.cache_stats()["t"].ids, int(torch.isin(ids.values(), torch.tensor(hot)).sum())
+
+    asked = run_virtual_ranks(4, live)
+    assert sum(ids for ids, _ in asked) == 4 * SAMPLES * LENGTH - sum(found for _, found in asked)
+
+
 def test_tables_without_counted_rows_of_their_own_get_no_hot_rows() -> None:
     """Managed collision gives rows to other ids, raw values are no rows, and first rows need no names."""
     skew = Skew(ROWS, 1.3, hot=ORDER[:200].numpy())
@@ -112,7 +149,6 @@ def test_tables_without_counted_rows_of_their_own_get_no_hot_rows() -> None:
         known = one.skew(ROWS, table_rows=table_rows)
         assert known is not None
         assert bool(known.hot) == rows
-    assert planner(skew).request(model()).without_hot_ids().constraints["t"].skew == Skew(ROWS, 1.3)
 
 
 def test_statistics_of_a_longer_table_are_refused_by_name() -> None:

@@ -194,8 +194,6 @@ class EmbeddingShardingPlanner:
         topology = self._shared_topology(group, module)
         with agreeing(group, "the plan") as found:
             request = self._request(module, sharders, topology)
-            if topology.world_size < group.size:  # a sharding group of 2D parallelism, which has no hot rows
-                request = request.without_hot_ids()
             found["inputs"] = _inputs(request)
         with agreeing(group, "the plan") as found:
             plan = self.make(request)

@@ -269,14 +269,6 @@ class PlanRequest:
         changed = {key: replace(self.limits_of(key), **changes) for key in keys}
         return replace(self, constraints={**self.constraints, **changed})
 
-    def without_hot_ids(self) -> PlanRequest:
-        """Return the request without the hot ids of its tables' skews."""
-        constraints = dict(self.constraints)
-        for key, limits in self.constraints.items():
-            if limits.skew is not None and limits.skew.hot:
-                constraints[key] = replace(limits, skew=replace(limits.skew, hot=()))
-        return replace(self, constraints=constraints)
-
     def with_tables(self, keys: Iterable[str], **changes: Any) -> PlanRequest:
         """Return the request with some fields of these tables replaced, such as `optimizer`."""
         chosen = set(keys)

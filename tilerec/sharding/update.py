@@ -199,7 +199,7 @@ class TileRows(TableRows):
                     failures.append(error)
             if any(table.names is not None for table in peers):
                 bounds = id_bounds(own)
-                heads += [table._updated(own, bounds) for table in peers if table.names is not None]
+                heads += [table.updated(table._parts_of(own, bounds)) for table in peers if table.names is not None]
             for table, sums in zip(ways.parts, _summed(ways.parts, own), strict=True):
                 table.about_to_write(sums[0])
                 split.append((table, sums))
@@ -234,16 +234,19 @@ class TileRows(TableRows):
             teams.axis, range(teams.axis.size), record, replica_tables, exact=self.peers.exact
         )
 
-    def _updated(self, record: GradientRecord, bounds: Sequence[tuple[int, int]]) -> UpdatedHead:
-        """Return this head with its rows that a record has gradients of; bounds: each feature's range of ids."""
+    def _parts_of(self, record: GradientRecord, bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return the rows of this tile that a record has gradients of; bounds: each feature's range of ids."""
+        return [record.ids[slice(*bounds[f])] for f, sink in enumerate(record.sinks) if sink == self.handle]
+
+    def updated(self, changed: Sequence[Tensor]) -> UpdatedHead:
+        """Return this head with its rows that have changed, for `write_back`; changed: as in `UpdatedHead`."""
         holder: Any = next(iter(self.holders))
         tiles = [rows for rows in cast("list[TileRows]", holder.tile_rows) if rows.names is None]
         for tile in tiles:
             if tile.cache is not None:
                 tile.newer = self
         tiles = [tile for tile in tiles if tile.cache is None or tile.observers]
-        parts = [record.ids[slice(*bounds[f])] for f, sink in enumerate(record.sinks) if sink == self.handle]
-        return UpdatedHead(self, tiles, parts)
+        return UpdatedHead(self, tiles, changed)
 
     def _mark(self) -> tuple[int, ...]:
         """Return the sort key of the tile, equal on every rank; its first four numbers identify the rows of a table."""

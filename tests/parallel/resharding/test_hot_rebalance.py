@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,9 @@ from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.sharding.hot_counts import STRIDE, FrequentIds
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.cache import CacheParams
 from tilerec.spec.hot_rows import HotRows
+from tilerec.spec.key_value import KeyValueParams
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.plan import ParameterSharding, Wire
 from tilerec.spec.table import EmbeddingConfig
@@ -52,14 +55,19 @@ def hot_ids(first: int) -> HotRows:
     return HotRows(first + 100 * np.arange(HOT))
 
 
-def sharded(group: Group, hot: HotRows | None = None) -> Any:
+def sharded(group: Group, hot: HotRows | None = None, folder: Path | None = None) -> Any:
+    """A sequence collection of row-wise tables; folder: their rows are in files there, behind caches."""
+    files: dict[str, Any] = {}
+    if folder is not None:
+        cache = CacheParams(load_factor=0.05)
+        files = {"compute_kernel": "key_value", "cache_params": cache, "key_value_params": KeyValueParams(str(folder))}
     names = {"t": ["f"], "u": ["g"]}
     module = EmbeddingCollection([EmbeddingConfig(ROWS, DIM, name, feature_names=f) for name, f in names.items()])
     draw = torch.Generator().manual_seed(0)  # its own: virtual ranks are threads, which share torch's
     for weight in module.parameters():
         weight.data.uniform_(-0.1, 0.1, generator=draw)
     apply_optimizer_in_backward(SGD(lr=0.1), module.parameters())
-    return shard(module, {name: ParameterSharding("row_wise", wire=WIRE, hot=hot) for name in names}, group)
+    return shard(module, {name: ParameterSharding("row_wise", wire=WIRE, hot=hot, **files) for name in names}, group)
 
 
 def train(module: Any, rank: int, first: int, steps: int = 2 * STRIDE) -> None:
@@ -78,9 +86,10 @@ def moved(module: Any) -> Rebalanced:
     return rebalance(module, planner(), least_gain=0.0, horizon=10**9, progress=False)
 
 
-def test_hot_rows_follow_the_ids_that_are_read() -> None:
+@pytest.mark.parametrize("in_files", [False, True])
+def test_hot_rows_follow_the_ids_that_are_read(in_files: bool, tmp_path: Path) -> None:
     def live(group: Group) -> None:
-        module = sharded(group)
+        module = sharded(group, folder=tmp_path if in_files else None)
         count_hot_ids(module, 3 * HOT)
         for first, fresh in ((0, HOT), (7, HOT)):
             train(module, group.rank, first)

@@ -1,4 +1,4 @@
-"""Hot rows in 2D parallelism: with exact replicas the bits of models without them, on every rank of the world."""
+"""Hot rows in 2D parallelism: with exact or two averaged replicas the bits of models without them; equal copies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.parallel.test_hot_rows import HOT, assert_alike, plan, state_of, trai
 from tests.sharding.managed_models import STEPS, alone, assert_same, build, sizes_of
 from tests.sharding.managed_models import train as train_managed
 from tests.sharding.test_hot_managed import HALF, POLICY, hot_plan, resized_alone
+from tests.sharding.test_hot_managed import HOT as HOT_ROWS
 from tilerec.comms.group import Group
-from tilerec.errors import ConfigError
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
@@ -123,14 +123,98 @@ def test_exact_replicas_of_managed_tables_reset_copies_and_follow_ids() -> None:
         assert_same(resized, state)
 
 
-def test_averaged_replicas_with_hot_rows_are_refused_at_first_and_in_a_move() -> None:
-    words = r"'rows'.*got hot rows with replicas that are averaged .* Leave hot= out .*, or pass sync='exact'"
+def averaged(group: Group, size: int, hot: bool, kernel: str | None = None, **more: Any) -> Any:
+    """A model of averaged replicas over sharding groups of so many ranks."""
+    model = unsharded()
+    made = DMPCollection(
+        model, "cpu", {"": plan(hot, size, kernel)}, group.size, size, group, sync="average", exact=True,
+        init_data_parallel=False, **more,
+    )  # fmt: skip
+    return model, made
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("kernel", [None, "fused_uvm_caching"])
+def test_two_averaged_replicas_with_hot_rows_have_the_bits_of_those_without(kernel: str | None, wait: bool) -> None:
+    """A sum of two replicas has one order."""
 
     def live(group: Group) -> None:
-        with pytest.raises(ConfigError, match=words):
-            DMPCollection(unsharded(), "cpu", {"": plan(True)}, 4, 2, group, sync="average")
-        made = DMPCollection(unsharded(), "cpu", {"": plan(False)}, 4, 2, group, sync="average")
-        with pytest.raises(ConfigError, match=words):
-            reshard(made, {"": {"rows": ParameterSharding("row_wise", hot=HotRows(np.array([1])))}}, progress=False)
+        (model, made), (plain, other) = averaged(group, 2, True, kernel), averaged(group, 2, False)
+        for step in range(6):
+            assert torch.equal(train(model, group.rank, step), train(plain, group.rank, step))
+            if step % 2:
+                for own in (made, other):
+                    own.sync(include_optimizer_state=step > 1, wait=wait)
+        for name, table in model._tables.items():
+            assert table.tiling.head.hot == HotRows(np.array(HOT[name]))
+        assert_alike(model, state_of(plain))
+        check_replicas(model)
 
     run_virtual_ranks(4, live)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_copies_of_three_averaged_replicas_are_those_of_the_rows_on_every_rank(hooked: bool) -> None:
+    """Even if an all-reduce adds replicas in another order in each replica group, as this hook does."""
+
+    def live(group: Group) -> Any:
+        model, made = averaged(group, 2, True)
+        axis = model._tables["rows"].tile_rows[0].peers.teams.axis
+
+        def hook(tensors: list[torch.Tensor]) -> None:
+            turn = range(3) if group.rank < 3 else range(2, -1, -1)
+            for tensor in tensors:
+                parts = axis.all_gather_object(tensor.clone())
+                tensor.copy_(sum(parts[replica] for replica in turn) / 3)
+
+        if hooked:
+            made.set_all_reduce_hook(hook)
+        for step in range(4):
+            train(model, group.rank, step)
+            if step % 2:
+                made.sync()
+        state = state_of(model)
+        assert_alike(model, state)
+        check_replicas(model)
+        return state
+
+    first, *others = run_virtual_ranks(6, live)
+    for other in others:
+        for name, value in first.items():
+            assert torch.equal(value, other[name]), name
+
+
+def test_hot_rows_of_averaged_replicas_move_and_untouched_copies_stay_equal() -> None:
+    def live(group: Group) -> None:
+        (model, made), (plain, other) = averaged(group, 2, False), averaged(group, 2, False)
+        for hot in ([1, 2, 3], [3, 4], []):
+            for step in range(2):
+                assert torch.equal(train(model, group.rank, step), train(plain, group.rank, step))
+            move = {"rows": ParameterSharding("row_wise", hot=HotRows(np.array(hot, np.int64)))}
+            reshard(made, {"": move}, progress=False)
+            other.sync()  # replicas with hot rows are averaged before they move
+        assert model._tables["rows"].tiling.head is None
+        assert_alike(model, state_of(plain))
+
+    run_virtual_ranks(4, live)
+
+
+def test_averaged_replicas_of_managed_tables_reset_copies_and_follow_ids() -> None:
+    def fn(group: Group) -> Any:
+        found = []
+        for hot in (True, False):
+            module = build(POLICY)
+            config = GroupConfig(hot_plan(2, HOT_ROWS if hot else {name: [] for name in HOT_ROWS}), 2)
+            two_d = shard_2d(module, lambda own=config: ([own], {}), group, ReplicaSettings(sync="average", exact=True))  # type: ignore[misc]
+            vars(module)["_two_d"] = two_d
+            train_managed(module, group, sizes_of(4), range(HALF))
+            two_d.sync()
+            resize_ids(module, "user", 96)
+            train_managed(module, group, sizes_of(4), range(HALF, STEPS))
+            two_d.sync()
+            check_replicas(module)
+            found.append(full_state_dict(module))
+        return found
+
+    for state, plain in run_virtual_ranks(4, fn):
+        assert_same(state, plain)

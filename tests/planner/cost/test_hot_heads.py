@@ -22,7 +22,7 @@ from tilerec.planner.search.instance import evaluate
 from tilerec.planner.search.solve import lower_bound, solve
 from tilerec.sharding.strategies import column_wise, row_wise, table_wise
 from tilerec.spec import optimizer as specs
-from tilerec.spec.hot_rows import HotRows
+from tilerec.spec.hot_rows import MOST_HOT_ROWS, HotRows
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -94,6 +94,23 @@ def test_bytes_with_hot_ids_are_those_the_runtime_sends(distinct: bool | None) -
         hot(table_wise("t", rows, 8, [1], world), orders[5][:100], 4),
     ]
     check(works, list(tilings), world, rough=0.08)  # the most frequent ids that are not hot are in some ranges
+
+
+@pytest.mark.parametrize("skew", [None, Skew(5000, 1.05, ordered=True)], ids=["named", "in order"])
+def test_bytes_with_hot_ids_behind_a_cache_are_those_the_runtime_sends(skew: Skew | None) -> None:
+    """The planner's own tilings: the ranges of a table in frequency order are cut by what travels behind its head."""
+    world, rows = Topology(4, "cpu"), 5000
+    work = TableWork("t", rows, 8, optimizer=specs.SGD(0.1), reads=[Reads(MANY, 1)], files=True,
+                     skew=skew or Skew(rows, 1.05, hot=order(rows)[:500]))  # fmt: skip
+    problem = build([work], world, {"t": Limits(on_device=False, cached=True)})
+    head = problem.sharding(0, problem.options.index(Option(Way.ROWS, 1, 4, True, 0.01)), ())
+    assert head.tiling is not None
+    assert head.hot == HotRows(np.arange(50) if skew else order(rows)[:50])
+    if skew:
+        cuts = head.tiling.blocks[0].cuts
+        assert cuts[0] == 0
+        assert np.all(np.diff(cuts[1:]) > cuts[1])  # the first range has the rows that are read most
+    check([dataclasses.replace(work, cached=True, files=False)], [head.tiling], world, rough=0.08)
 
 
 def test_hot_ids_of_a_table_in_frequency_order_leave_its_ranges() -> None:
@@ -187,6 +204,60 @@ def test_an_arrangement_with_hot_ids_costs_its_price(work: TableWork, topology: 
         assert np.all(evaluate(problem.instance, o, [()]).memory >= 0.98 * held.max(0)), option
 
 
+CACHED = {"t": Limits(on_device=False, cached=True)}
+IN_ORDER = Skew(ROWS, 1.05, ordered=True)
+
+
+@pytest.mark.parametrize("topology", [Topology(4, "cpu"), Topology(8, "cuda", local_world_size=4)], ids=str)
+@pytest.mark.parametrize("skew", [None, IN_ORDER], ids=["named", "in order"])
+@pytest.mark.parametrize("load_factor", [0.0, 0.1])
+def test_an_arrangement_with_hot_ids_behind_a_cache_costs_its_price(
+    topology: Topology, skew: Skew | None, load_factor: float
+) -> None:
+    """Host memory behind GPUs, files on CPUs. Ranges of a table in frequency order have estimates and means."""
+    work = table(load_factor=load_factor, files=topology.compute_device == "cpu", **({"skew": skew} if skew else {}))
+    problem = build([work], topology, CACHED)
+    model = Model(Workload([dataclasses.replace(work, cached=True)]), topology)
+    heads = [o for o, option in enumerate(problem.options) if option.head]
+    assert [problem.options[o].head for o in heads] == list(HEADS)
+    for o in heads:
+        sharding: Any = problem.sharding(0, o, ())
+        most = np.arange(ROWS) if skew else order(ROWS)
+        assert sharding.hot == HotRows(most[: int(ROWS * problem.options[o].head)])
+        assert sharding.kind is ShardingType.ROW_WISE
+        priced = price([sharding.tiling], model)
+        held = priced.memory
+        searched, lower = (evaluate(own, np.array([o]), [()]) for own in (problem.instance, problem.lower))
+        assert lower.cost / 1e12 <= priced.seconds * (1 + 2e-5)
+        assert np.all(searched.memory >= 0.98 * held.max(0))
+        if skew:
+            assert searched.cost / 1e12 >= 0.9 * priced.seconds
+            assert np.all(lower.memory.sum(0) <= held.sum(0) * (1 + 1e-5) + 2 * topology.world_size)
+        else:
+            assert searched.cost / 1e12 == pytest.approx(priced.seconds, rel=2e-5)
+            assert np.all(lower.memory <= held * (1 + 3e-5) + 1)
+
+
+def test_hot_ids_leave_the_misses_of_a_cache() -> None:
+    """A table of which each row that is read misses: hot rows are no misses, and those left are the others."""
+    world = Topology(4, "cuda")
+    model = Model(Workload([table(cached=True, load_factor=0.0)]), world)
+    bare = row_wise("t", ROWS, 64, None, world)
+    tiling = hot(bare, order(ROWS)[:200], 4)
+    every = np.array([0])
+    assert float(model.missed[0]) == pytest.approx(float(model.all_distinct[0]))  # before the heads are known
+    own = model.of_tilings([tiling])
+    cold = own.seen(4).between(every, 0, ROWS)
+    assert float(own.missed[0]) == pytest.approx(float(cold[0]))
+    assert float(own.missed[0]) < float(model.missed[0]) - 199
+
+
+def test_a_head_in_frequency_order_of_more_rows_than_a_plan_holds_is_no_option_behind_a_cache() -> None:
+    rows = 25 * MOST_HOT_ROWS
+    problem = build([table(rows=rows, skew=Skew(rows, 1.05, ordered=True))], Topology(4, "cuda"), CACHED)
+    assert [option.head for option in problem.options if option.head] == [0.0005, 0.002, 0.01]
+
+
 def test_hot_ids_are_options_of_trained_tables_that_name_them() -> None:
     tables = [
         table("named"), table("few", named=150), table("frozen", optimizer=None),
@@ -203,8 +274,9 @@ def test_hot_ids_are_options_of_trained_tables_that_name_them() -> None:
     }
     assert heads == {
         "named": list(HEADS), "few": [0.0005, 0.002, 0.01], "frozen": [], "unnamed": [], "columns": [],
-        "rows": list(HEADS), "cached": [],
+        "rows": list(HEADS), "cached": list(HEADS),
     }  # fmt: skip
+    assert {problem.options[o].cached for o in problem.instance.there[6].nonzero()[0].tolist()} == {True}
     o = problem.options.index(Option(Way.ROWS, 1, 4, head=0.01))
     for t, count in ((0, 200), (1, 150)):
         sharding = problem.sharding(t, o, ())

@@ -722,13 +722,31 @@ def test_with_sums_inside_two_hosts_no_arrangement_is_below_the_bound(dear: str)
             assert lower_bound(problem.lower, int(least * 2e12)) / 1e12 <= least * (1 + ROUGH)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_options_that_no_table_in_frequency_order_may_use_are_those_of_the_other_tables(cached: bool) -> None:
+    tables = works(4, optimizer=specs.SGD(0.1))
+    first = dataclasses.replace(tables[0], skew=Skew(100, 1.0, ordered=True))
+    behind = {table.name: Limits(cached=cached) for table in tables[1:]}
+    limits = {first.name: Limits((ShardingType.TABLE_WISE,)), **behind}
+    problem, others = build([first, *tables[1:]], Topology(4), limits), build(tables[1:], Topology(4), behind)
+    assert problem.options == others.options
+    assert problem.instance.there[0].sum() == 1
+    assert np.array_equal(problem.instance.there[1:], others.instance.there)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
 def test_the_times_that_a_bound_takes_from_estimates_are_those_that_it_would_have(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, ordered: bool
 ) -> None:
     topology, tables = Topology(8, "cuda", local_world_size=4), works(8, optimizer=specs.RowWiseAdagrad(0.1))
+    if ordered:
+        tables = [
+            dataclasses.replace(table, skew=Skew(table.rows // 2, 1.05, ordered=i % 3 > 0))
+            for i, table in enumerate(tables)
+        ]
     taken = build(tables, topology, min_partition=8)
     assert taken.lower is not taken.instance  # places of column blocks tell what their row sums cost
-    monkeypatch.setattr(OptionAmounts, "as_in_bound", property(lambda amounts: False))
+    monkeypatch.setattr(OptionAmounts, "as_in_bound", lambda amounts, option: False)
     anew = build(tables, topology, min_partition=8)
     for field in dataclasses.fields(Instance):
         first, second = getattr(taken.lower, field.name), getattr(anew.lower, field.name)

@@ -64,7 +64,9 @@ def step_bytes(
         if rule is not None:
             apply_optimizer_in_backward(rule, model.parameters(), {"lr": 0.1})
         plan = {
-            w.name: ParameterSharding("explicit", tiling=t, ids_per_bag=w.ids_per_bag, wire=w.wire)
+            w.name: ParameterSharding(
+                "explicit", "fused_uvm_caching" if w.cached else None, tiling=t, ids_per_bag=w.ids_per_bag, wire=w.wire
+            )
             for w, t in zip(works, tilings, strict=True)
         }
         shard(model, plan=plan, mesh=group, topology=topology)

@@ -24,7 +24,7 @@ from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.tables import PlannedTable
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.spec.hot_rows import HotRows
-from tilerec.spec.plan import HOST_KERNELS, ShardingPlan
+from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
 
 Planned = tuple[dict[str, ShardedCollection], ShardingPlan, Topology]
@@ -80,18 +80,16 @@ def propose(
 
 
 def _with_hot(plan: ShardingPlan, present: ShardingPlan, load: Load) -> ShardingPlan:
-    """Return the plan with the present hot rows of tables whose frequent ids are not known, and of those behind caches.
+    """Return the plan with the present hot rows of tables whose frequent ids are not known.
 
-    The planner has no options with hot rows for cached tables. Other tables lose those that it did not choose.
-    A plan that leaves `hot` out would keep them.
+    Other tables lose those that the planner did not choose. A plan that leaves `hot` out would keep them.
     """
     for path, name, sharding in list(plan.tables()):
         before, tiling = present.plan[path][name].hot, sharding.tiling
         assert tiling is not None
         if not before or sharding.hot is not None:
             continue
-        stays = (path, name) not in load.hot or present.plan[path][name].kernel in HOST_KERNELS
-        hot = before if stays and not tiling.replicated else HotRows()
+        hot = before if (path, name) not in load.hot and not tiling.replicated else HotRows()
         made = replace(sharding, hot=hot, tiling=tiling.with_hot(name, hot, plan.world_size or 1))
         plan = plan.replaced(path, name, made)
     return plan

@@ -3,7 +3,8 @@
     exact     one move of all ranks: every tile of the group's plan has an owner in each sharding group
     average   one move per sharding group, each of its own rows; all ranks vote, so that replicas keep equal tilings
 
-In both modes replicas hold the same tiles before and after. The marks of rows touched since the last sync move along.
+In both modes replicas hold the same tiles before and after. The marks of rows touched since the last sync move along;
+averaged replicas with hot rows are synchronized first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from tilerec.comms.agreement import agreeing
-from tilerec.parallel.hot_tables import refuse_hot_tables
 from tilerec.parallel.managed_collision_paths import with_table_paths
 from tilerec.parallel.read_plan import AnyPlan, plan_without
 from tilerec.parallel.resharding.move_report import Resharded, merged_report
@@ -57,8 +57,6 @@ def reshard_2d(model: nn.Module, two_d: TwoD, plan: AnyPlan, options: MoveOption
             own = {path: collections[path] for path in part.paths}
             part_plan = plan_without(plan, collections.keys() - own)
             wanted.append(complete_plan(part.plan.group_plan, own, part_plan, group_topology(part))[0])
-            if not exact:
-                refuse_hot_tables(wanted[-1])
         for turn in turns:
             own = {path: collections[path] for k in turn for path in two_d.parts[k].paths}
             if not own:
@@ -74,6 +72,8 @@ def reshard_2d(model: nn.Module, two_d: TwoD, plan: AnyPlan, options: MoveOption
             mover = Mover(model, own, first.group, world, ready, options, done)
             movers.append((turn, mover))
         options.interrupts.check()
+    if any(_has_hot_rows(own) for own in (*wanted, *(part.plan.group_plan for part in two_d.parts))):
+        two_d.sync_all()  # copies that are made or dropped have no marks of touched rows
     for _, mover in movers:
         mover.prepare()
     reports = []
@@ -119,3 +119,7 @@ def _with_current_plan(part: RunningGroup, wanted: ShardingPlan, mover: Mover) -
         for path, tables in now.plan.items()
     }
     return replace(part, plan=replace(part.plan, group_plan=replace(now, plan=parts, report=None)))
+
+
+def _has_hot_rows(plan: ShardingPlan) -> bool:
+    return any(sharding.tiling is not None and sharding.tiling.head is not None for _, _, sharding in plan.tables())

@@ -78,6 +78,8 @@ def resize_ids(
         tiling, plan = scaled_tiling(table, held.tiling, old, new), plan_of(plan_holder)
         steppers = ExternalOptimizers({table: held} if held.rows.spec is None else {}, optimizers)
         found["optimizers"] = steppers.described()
+    if two_d is not None and held.tiling.head is not None:
+        two_d.sync_all()  # copies of hot rows get no marks of touched rows
     embeddings.settle()
     exchange = collection.exchange
     ranges = [row_ranges(held.tiling.tiles_of(exchange.member_of(rank))) for rank in range(group.size)]

@@ -352,9 +352,10 @@ class TableMove:
         ]
         touched: list[ChangedRows | None] = [None for _ in count]
         if table.tile_rows[0].touched is not None:
-            marks = self._memory.get(("touched",))
-            touched = [
-                self._touched(place.r1 - place.r0, marks[i] if marks else None) for i, place in enumerate(places)
+            marks = iter(self._memory.get(("touched",), ()))
+            touched = [  # replicas were made equal before copies of hot rows move
+                self._touched(place.r1 - place.r0, next(marks, None) if names_of(self.new, place) is None else None)
+                for place in places
             ]
         steppers = {
             n: [self._state_of(n, i) for i in count]

@@ -10,7 +10,6 @@ from torch import nn
 
 from tilerec.comms.group import Group
 from tilerec.modules.table import Table
-from tilerec.parallel.hot_tables import refuse_hot_tables
 from tilerec.parallel.prepared_model import prepare_sharding
 from tilerec.parallel.shard_job import ShardJob
 from tilerec.parallel.two_d.group_plan import PlannedPart
@@ -62,8 +61,6 @@ def group_job(
     """
     plan, topology, grid = part.plan, part.plan.topology, part.plan.grid
     exact = settings.sync == "exact"
-    if not exact:
-        refuse_hot_tables(plan.group_plan)
     team, member = grid.team_of(world.rank), grid.member_of(world.rank)
     if exact:
         group, whole, hosts = world, plan.world_plan(), topology

@@ -4,6 +4,11 @@
     average   w[row] = sum over replicas of w[row] / R, and the same for every optimizer slot; only the rows of the
               union are sent
     counts    update counts (Adam's t, per table or per row) become the largest of the replicas
+    hot rows  each rank averages its own copies, and writes those of its tiles' rows to these
+
+Copies of a hot row on the ranks of a sharding group have one value before a sync, and must have one after it. An
+all-reduce may add replicas in another order in each replica group. So hot rows travel to all replicas, and each adds
+them in the order of the replicas.
 
 A row that only some replicas touched is averaged over all; the other replicas contribute its old value. Sums are
 computed in fp32 (fp64 for fp64 tables) and rounded once, so the result has the same bits on every replica.
@@ -22,10 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.comms.agreement import agree, digest
-from tilerec.comms.group import Group, Handle
+from tilerec.comms.group import Group, Handle, Pending
 from tilerec.ops.runtime.upload import upload
 from tilerec.parallel.two_d.settings import AverageHook
 from tilerec.sharding.changed_rows import SLOTS, WEIGHTS, changed_rows_of
+from tilerec.sharding.head_rows import write_back
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.update import TileRows
 
@@ -43,11 +49,23 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Pieces of one dtype in one message."""
+    """Pieces of one dtype in one message; of hot rows, `received` has those of all replicas, in their order."""
 
     pieces: list[_Piece]
     flat: Tensor
-    handle: Handle | None  # None: the user's hook has averaged `flat`
+    handle: Handle | Pending | None  # None: the user's hook has averaged `flat`
+    received: Sequence[Tensor] = ()
+
+    def averaged(self, replicas: int) -> Tensor:
+        """Wait for the message, and return the average."""
+        if self.handle is None:
+            return self.flat
+        total = self.handle.wait()
+        if total is None:
+            total = self.received[0].clone()
+            for part in self.received[1:]:
+                total += part
+        return total / replicas
 
 
 @final
@@ -57,7 +75,7 @@ class ReplicaSync:
     Args:
         axis: the replica group, R ranks that hold the same tiles.
         modules: the modules with the tables; tables without an attached optimizer are skipped.
-        hook: averages tensors over the replica group in place of an all-reduce; None: all-reduce.
+        hook: averages tensors over the replica group in place of an all-reduce, except hot rows; None: all-reduce.
         ranks: numbers of the group's ranks in errors; None: their numbers in the group.
     """
 
@@ -70,6 +88,7 @@ class ReplicaSync:
         self.hook, self.ranks = hook, ranks
         self._sent: list[_Chunk] = []
         self._waiting: list[TileRows] = []
+        self._hot: list[tuple[TileRows, Tensor]] = []  # copies of hot rows that a sync changes, and which
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaSync:
         raise AssertionError("a copied model has its own ReplicaSync")
@@ -118,21 +137,30 @@ class ReplicaSync:
             tile.about_to_write(rows_U)
         if state:
             self._take_largest_steps(rows, touched)
-        chunks = self._chunks(rows, touched, state, CHUNK if wait else None)
+        hot = [tile.names is not None for tile in rows]
+        self._hot = [(tile, rows_U) for tile, rows_U, own in zip(rows, touched, hot, strict=True) if own]
+        chunks = (
+            (pieces, in_order)
+            for in_order in (False, True)
+            for pieces in self._chunks(
+                [tile for tile, own in zip(rows, hot, strict=True) if own is in_order],
+                [rows_U for rows_U, own in zip(touched, hot, strict=True) if own is in_order],
+                state, CHUNK if wait else None,
+            )
+        )  # fmt: skip
         # Marks are cleared after the rows are sent: if a hook fails, the next sync includes these rows.
         if wait:
             running: deque[_Chunk] = deque()
             for chunk in chunks:
-                running.append(self._send(chunk))
+                running.append(self._send(*chunk))
                 if len(running) > 1:
                     self._write(running.popleft())
             while running:
                 self._write(running.popleft())
-            for tile in rows:
-                tile.wrote()
+            self._finish(rows)
             _clear_marks(rows, done)
             return
-        self._sent = [self._send(chunk) for chunk in chunks]
+        self._sent = [self._send(*chunk) for chunk in chunks]
         _clear_marks(rows, done)
         self._waiting = rows
         for tile in rows:
@@ -146,8 +174,15 @@ class ReplicaSync:
             _touched(tile).pending = None
         for chunk in sent:
             self._write(chunk)
-        for tile in waiting:
+        self._finish(waiting)
+
+    def _finish(self, rows: Sequence[TileRows]) -> None:
+        """Write hot rows to their places in the tables, and announce that all rows are written."""
+        hot, self._hot = self._hot, []
+        for tile in rows:
             tile.wrote()
+        if hot:
+            write_back([head.updated([rows_U]) for head, rows_U in hot])
 
     # ------------------------------------------------------------------------------------------------ row numbers
 
@@ -244,9 +279,16 @@ class ReplicaSync:
             yield pieces
 
     @torch.no_grad()
-    def _send(self, pieces: list[_Piece]) -> _Chunk:
+    def _send(self, pieces: list[_Piece], in_order: bool) -> _Chunk:
+        """Send rows to be averaged; in_order: with sums in the order of the replicas."""
         accum_dtype = _accum_dtype(pieces[0].memory)
         flat = torch.cat([piece.memory[piece.rows_U].to(accum_dtype).view(-1) for piece in pieces])
+        if in_order:
+            flat = flat.to(self.axis.device)
+            received = [flat if rank == self.axis.rank else torch.empty_like(flat) for rank in range(self.axis.size)]
+            peers = {rank: part for rank, part in enumerate(received) if rank != self.axis.rank}
+            handle = self.axis.swap("replica rows", peers, dict.fromkeys(peers, flat))
+            return _Chunk(pieces, flat, handle, received)
         if self.hook is not None:
             self.hook([flat])
             return _Chunk(pieces, flat, None)
@@ -255,7 +297,7 @@ class ReplicaSync:
 
     @torch.no_grad()
     def _write(self, chunk: _Chunk) -> None:
-        flat = chunk.flat if chunk.handle is None else chunk.handle.wait() / self.axis.size
+        flat = chunk.averaged(self.axis.size)
         shapes = [(p.rows_U.numel(), *p.memory.shape[1:]) for p in chunk.pieces]
         parts = flat.split([torch.Size(shape).numel() for shape in shapes])
         for piece, shape, part in zip(chunk.pieces, shapes, parts, strict=True):

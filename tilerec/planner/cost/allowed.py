@@ -70,7 +70,7 @@ class Allowed:
             typed[t] = bool(limit.types)
             stored[True][t], stored[False][t] = limit.cached, limit.on_device
         there = np.zeros((tables, len(options)), np.bool_)
-        before = np.zeros(tables, np.int64)  # hot ids of the smaller head
+        before = dict.fromkeys((False, True), np.zeros(tables, np.int64))  # hot ids of the smaller head, by `cached`
         for o, (way, k, width, cached, head) in enumerate(options):
             if way is Way.COLUMNS or way is Way.GRID:
                 there[:, o] = (work.dim % k == 0) & (work.dim // k >= least)
@@ -83,10 +83,10 @@ class Allowed:
                 there[:, o] &= enough | (typed & (width > 1))
             there[:, o] &= stored[cached]
             if head:  # fewer rows than one are no head; a table without an optimizer does not train beside hot rows
-                rows = heads_of(work, head)
-                fits = np.where(work.ordered, work.rows - rows >= self.ranks, work.attached & (rows > before))
+                rows = heads_of(work, head, cached=cached)
+                fits = np.where(work.ordered, work.rows - rows >= self.ranks, work.attached & (rows > before[cached]))
                 there[:, o] = there[:, o] & (rows > 0) & fits
-                before = rows
+                before[cached] = rows
             if cached:  # without an attached optimizer, a gradient as large as the table would be on the device
                 there[:, o] &= work.attached
         for t, limit in self._limited():

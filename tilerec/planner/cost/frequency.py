@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,21 @@ class FrequencyLaws:
         """Return the share of ids below `row`, for ids numbered by frequency. Arguments broadcast."""
         return self._reads.below(self.position[table], row)
 
+    def places(self, table: Ints, row: Any) -> Places:
+        """Return the places of rows of tables with ids numbered by frequency. Arguments broadcast."""
+        return self._reads.places(self.position[table], row)
+
+    def reads_below(self, table: Ints, places: Places) -> Floats:
+        """Return the share of ids below places, for ids numbered by frequency. Arguments broadcast."""
+        return self._reads.at(self.position[table], places)
+
+
+class Places(NamedTuple):
+    """Rows of laws in frequency order: the bucket of each, and the number of the bucket's ids below it."""
+
+    bucket: Ints
+    inside: Floats
+
 
 class RangeSums:
     """Sums over the ids below a row, for ids numbered by frequency.
@@ -120,18 +135,29 @@ class RangeSums:
     """
 
     def __init__(self, edges: Floats, counts: Floats, each: Floats) -> None:
-        self.edges, self.counts, self.each = edges, counts, each
-        sums = np.zeros((len(edges), counts.shape[1]))
-        np.add.accumulate(counts * each, axis=0, out=sums[1:])
-        self.sums = sums
+        self.edges = edges
+        self.ids = np.asarray(sum(counts), np.float64)
+        # The buckets of a line are adjacent in memory, as several rows of a line are looked up at once.
+        self.each = np.ascontiguousarray(each.T)
+        self.sums = np.zeros((counts.shape[1], len(edges)))
+        np.add.accumulate((counts * each).T, axis=1, out=self.sums[:, 1:])
+
+    def places(self, line: Ints, row: Any) -> Places:
+        """Return the places of rows, for all sums over the same laws. Arguments broadcast."""
+        above = np.minimum(row, self.ids[line]) + 1.0
+        bucket = np.minimum(np.searchsorted(self.edges, above, side="right"), len(self.edges) - 1) - 1
+        return Places(bucket, above - self.edges[bucket])
+
+    def at(self, line: Ints, places: Places) -> Floats:
+        """Return the sums over the rows below places. Arguments broadcast."""
+        bucket, inside = places
+        own, last = np.asarray(line) * len(self.edges), len(self.edges) - 1
+        found: Floats = self.sums.take(own + bucket) + inside * self.each.take(np.asarray(line) * last + bucket)
+        return found
 
     def below(self, line: Ints, row: Any) -> Floats:
         """Return the sums over rows [0, row). Arguments broadcast."""
-        row = np.asarray(row, np.float64)
-        bucket = np.clip(np.searchsorted(self.edges, row + 1.0, side="right") - 1, 0, len(self.counts) - 1)
-        inside = np.clip(row + 1.0 - self.edges[bucket], 0.0, self.counts[bucket, line])
-        found: Floats = self.sums[bucket, line] + inside * self.each[bucket, line]
-        return found
+        return self.at(line, self.places(line, row))
 
 
 class Seen:
@@ -158,9 +184,10 @@ class Seen:
         own = laws.position[table[lawful]]
         # Bucket by bucket, as arrays of that size stay in the processor's cache.
         counts, drawn = laws.counts[:, own], draws[lawful]
-        each = np.empty_like(counts)
-        for bucket, weights in zip(each, laws.weights, strict=True):
-            bucket[:] = 1.0 - missed(weights[own], drawn)
+        each = np.zeros_like(counts)
+        for bucket, weights, ids in zip(each, laws.weights, counts, strict=True):
+            some = np.flatnonzero(ids)
+            bucket[some] = 1.0 - missed(weights[own[some]], drawn[some])
         found: Floats = sum(counts * each)
         self.whole[lawful] = np.minimum(found, draws[lawful])
         if hot is not None:
@@ -182,6 +209,10 @@ class Seen:
         found = np.full(len(self.whole), -1, np.int64)
         found[self._ordered] = np.arange(len(self._ordered))
         return found
+
+    def below(self, line: Ints, places: Places) -> Floats:
+        """Return the expected distinct rows below places, of lines with ordered ids. Arguments broadcast."""
+        return self._sums.at(self._column[line], places)
 
     def between(self, line: Any, r0: Any, r1: Any) -> Floats:
         """Return the expected distinct rows in [r0, r1), for some of the n lines. Arguments broadcast."""

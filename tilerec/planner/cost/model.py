@@ -97,7 +97,8 @@ class Model:
         """Return this model for tables with heads."""
         found = copy(self)
         found.workload, found._seen = self.workload.with_hot(hot), {}
-        vars(found).pop("seen_by_feature", None)
+        for derived in ("seen_by_feature", "missed"):
+            vars(found).pop(derived, None)
         return found
 
     def with_tables(self, tables: Sequence[TableWork]) -> Model:
@@ -218,15 +219,17 @@ class Model:
         files = work.files[table]
         return missed * 2.0 * np.where(files > 0, files * self.file_row, each)
 
-    def lines(self, table: Ints, rows: Any, width: Any, distinct: Any = None) -> Floats:
+    def lines(self, table: Ints, rows: Any, width: Any, distinct: Any = None, mean: Any = False) -> Floats:
         """Return the bytes of a piece's cache on the device: sets of lines, and spare lines for a step's other rows.
 
         Args:
             distinct: rows of the piece that a step reads; None: in proportion to its rows.
+            mean: rows are the mean of pieces, whose sets are not known.
         """
         if distinct is None:
             distinct = self.all_distinct[table] * rows / self.workload.rows[table]
-        held = LINES_PER_SET * np.ceil(self.workload.load_factor[table] * rows / LINES_PER_SET)
+        held = self.workload.load_factor[table] * rows
+        held = np.where(mean, held, LINES_PER_SET * np.ceil(held / LINES_PER_SET))
         spare = np.maximum(distinct - held, 0.0)
         return (held + spare) * (self.weights(table, 1.0, width) + LINE_BYTES) + rows * ROW_BYTES
 

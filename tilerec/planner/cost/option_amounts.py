@@ -14,7 +14,7 @@ from tilerec.planner.cost.cuts import RangesByFrequency
 from tilerec.planner.cost.home_side import HostFactors, home_network
 from tilerec.planner.cost.model import NETWORK_OF_STAGE, NETWORK_STAGES, STAGE_OF_NETWORK, Model
 from tilerec.planner.cost.portable import Floats
-from tilerec.planner.cost.ways import Way
+from tilerec.planner.cost.ways import Option, Way
 from tilerec.planner.cost.workload import Bools, Ints
 from tilerec.planner.search.instance import PICO
 
@@ -79,8 +79,6 @@ class OptionAmounts:
         # If a second instance serves as the bound, memory is that of the longest range of rows.
         self.rounded_up = not self.exact and not lower
         self.ranges = RangesByFrequency(model, np.flatnonzero(work.ordered)) if ranges is None else ranges
-        # Tables whose traffic is spread over pieces in a way that a bound does not know.
-        self.unknown = work.ordered & lower
 
     def _exchanges_at_home(self) -> bool:
         """Return True if a home's side of an exchange is a stage of its own: hosts sum rows before they send them."""
@@ -102,16 +100,10 @@ class OptionAmounts:
                 return False
         return not self.there[self.work.ordered][:, rows].any() and not self._homes_differ().any()
 
-    @property
-    def as_in_bound(self) -> bool:
-        """True if a bound has the same times, but those of column blocks with `sums_apart`: places tell no more."""
-        duplex, once = self.model.speeds.duplex, self.model.may_send_once.any()
-        return self.host_factors.alike and duplex and not once and not self.work.ordered.any()
-
-    @property
-    def sums_apart(self) -> bool:
-        """True if the column blocks of some table exchange row sums, and may be on several hosts."""
-        return self.hosts > 1 and bool(self.work.talks.any())
+    def as_in_bound(self, option: Option) -> bool:
+        """Return True if a bound has the same times of an option, but for row sums: places tell no more."""
+        known = self.host_factors.alike and self.model.speeds.duplex and not self.model.may_send_once.any()
+        return known and not (option.ranges > 1 and self.work.ordered.any())
 
     def take(self, other: OptionAmounts, o: int) -> None:
         """Take the times and charges of option o from other amounts."""
@@ -160,6 +152,10 @@ class OptionAmounts:
         """Record whether tables t pay a charge under option o."""
         self.uses[t, o, CHARGES.index(charge)] = used
 
+    def unknown(self, o: int, t: Ints) -> Bools:
+        """Return [n] tables whose traffic is spread over the pieces of option o in a way that a bound does not know."""
+        return self.work.ordered[t] & (self.lower and self.options[o].ranges > 1)
+
     def put(self, to: Ints, o: int, t: Ints, stage: str, seconds: Any, *, at_home: bool = True) -> int:
         """Add seconds to one of the arrays, in whole picoseconds, and return their sum.
 
@@ -173,7 +169,7 @@ class OptionAmounts:
         whole = (np.minimum(np.maximum(seconds, 0.0), LARGEST_PS / PICO) * PICO).astype(np.int64)
         to[t, o, self.stage(stage)] += whole
         if at_home and stage in self.twins and to is not self.fixed:
-            to[t, o, self.twins[stage]] += np.where(self.unknown[t], 0, whole)
+            to[t, o, self.twins[stage]] += np.where(self.unknown(o, t), 0, whole)
         return int(whole.sum())
 
     def put_owner_bytes(
@@ -187,18 +183,18 @@ class OptionAmounts:
         """
         sides, host = self.sides[name][network], self.host_factors.host(name, network=network, on=on)
         # If traffic is not spread like rows, it is unknown how much of it the owner saves as a home.
-        each = np.where(self.unknown[t], sides.whole[host], sides.own[host])
+        each = np.where(self.unknown(o, t), sides.whole[host], sides.own[host])
         stage = self._put_link("cost", o, t, name, count * each, network)
         self.put(self.fixed, o, t, stage, fixed * count * each)
 
     def put_home_bytes(self, o: int, t: Ints, name: str, count: Floats, *, network: bool = False) -> None:
         """Add the exchange of `count` bytes between a home and all owners."""
         if network and name in self.twins:
-            seconds = np.where(self.unknown[t], 0.0, count) * home_network(self.model)
+            seconds = np.where(self.unknown(o, t), 0.0, count) * home_network(self.model)
             self.home[t, o, self.twins[name]] += np.floor(seconds * PICO).astype(np.int64)
         each = self.sides[name][network].home[self.host_factors.home_host(name, network=network)]
         if each > 0.0:
-            self._put_link("home", o, t, name, np.where(self.unknown[t], 0.0, count) * each, network)
+            self._put_link("home", o, t, name, np.where(self.unknown(o, t), 0.0, count) * each, network)
 
     def _put_link(self, kind: str, o: int, t: Ints, name: str, seconds: Floats, network: bool) -> str:
         """Add seconds on links to `cost` or `home`, and return their stage."""

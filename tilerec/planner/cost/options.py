@@ -143,23 +143,25 @@ def problem_of(
 
 def _fill(estimate: OptionAmounts, bound: OptionAmounts | None) -> None:
     """Fill in the amounts of all options; those of a bound that equal the estimates are copied."""
-    alike = bound is not None and estimate.as_in_bound and np.array_equal(estimate.there, bound.there)
+    alike = bound is not None and np.array_equal(estimate.there, bound.there)
     for o, option in enumerate(estimate.options):
         pieces = _add(estimate, o, option)
-        if bound is None:
-            continue
-        if alike and not option.head and not (option.way is Way.COLUMNS and estimate.sums_apart):
+        if bound is not None and alike and not option.head and estimate.as_in_bound(option):
             bound.take(estimate, o)
             if pieces is None:
                 bound.take_memory(estimate, o)
             else:
-                pieces.add_memory(bound)
-        else:
-            _add(bound, o, option)
+                pieces.add_placed(bound)
+        elif bound is not None:
+            own = _add(bound, o, option)
+            if own is not None:
+                own.add_placed(bound)
+        if pieces is not None:
+            pieces.add_placed(estimate)
 
 
 def _add(amounts: OptionAmounts, o: int, option: Option) -> PieceAmounts | None:
-    """Add the amounts of an option; return those of its pieces, if any."""
+    """Add the amounts of an option; return those of its pieces, if any, without the parts that `add_placed` adds."""
     tables = np.flatnonzero(amounts.there[:, o])
     if not len(tables):
         return None

@@ -10,7 +10,7 @@ Legend: T tables, n tables of this option, P present bags, N ids, q share of a t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,14 +30,16 @@ ROW_CHANGE = 1.0 / 64  # relative change of a range of rows, to measure how its 
 
 
 def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> PieceAmounts:
-    """Add the amounts of option o, which splits tables t or places them whole; return the counts they follow from."""
+    """Add the amounts of option o, which splits tables t or places them whole; return the counts they follow from.
+
+    `PieceAmounts.add_placed` adds the rest.
+    """
     pieces = PieceAmounts(amounts, o, option, t)
     pieces.add_exchanges()
     pieces.add_lookup()
     pieces.add_sums_inside_hosts()
     pieces.add_home()
     pieces.add_update()
-    pieces.add_memory(amounts)
     if option.head:
         add_head(amounts, pieces.model, o, t, pieces.head)
     amounts.use("exchange", o, t, amounts.ranks > 1)
@@ -66,6 +68,7 @@ class Ranges(NamedTuple):
 class PieceAmounts:
     """Counts [n] of one piece, and of all pieces of a home, from which all costs follow.
 
+    hot_rows, cut_off: [T] rows of heads: copies of hot ids, which are also in some range; rows that no range has.
     columns, rows: column blocks, and ranges of rows in each of them. parts: messages of a home. on: ranks of a piece.
     once: [F] features whose ids homes send once each. ranges: shares [T] of a table in one range of rows, the range
     that costs most (in a bound: the mean). share: [n] of its rows. uneven: some tables have uneven ranges. cut: those.
@@ -79,7 +82,9 @@ class PieceAmounts:
 
     def __init__(self, amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
         self.amounts, self.o, self.t, self.option = amounts, o, t, option
-        self.hot_rows = hot = np.where(amounts.work.ordered, 0, self._head_rows())
+        rows_of_heads = self._head_rows()
+        self.hot_rows = hot = np.where(amounts.work.ordered & (not option.cached), 0, rows_of_heads)
+        self.cut_off = rows_of_heads - hot
         self.model = model = (
             amounts.model.with_hot(HotReads.most_frequent(amounts.work, hot)) if hot.any() else amounts.model
         )
@@ -87,7 +92,7 @@ class PieceAmounts:
         way, k, on = option[:3]
         self.on, self.ranks = on, float(amounts.ranks)
         self.columns = columns = k if way in (Way.COLUMNS, Way.GRID) else 1
-        self.rows = rows = k * on if way is Way.ROWS else (on if way is Way.GRID else 1)
+        self.rows = rows = option.ranges
         self.parts = float(rows * columns)
         self.width, self.element = work.dim[t] / float(columns), work.element[t]
         self.once = once = self._sent_once()
@@ -96,7 +101,7 @@ class PieceAmounts:
         self.even = even = (1.0 - head.reads) / rows
         self.even_once = even_once = (1.0 - head.once) / rows
         self.cut = np.intersect1d(amounts.ranges.tables, t, assume_unique=True)
-        self.uneven = rows > 1 and len(amounts.ranges.tables) > 0
+        self.uneven = rows > 1 and len(self.cut) > 0
         self.ranges = ranges = self._ranges()
         self.share = ranges.rows[t]
         self.P, self.N, lengths = self._in_a_range(distinct)
@@ -138,7 +143,7 @@ class PieceAmounts:
         """Return [T] the rows of the head of each table."""
         found = np.zeros(len(self.amounts.work.names), np.int64)
         if self.option.head:
-            found[self.t] = heads_of(self.amounts.work, self.option.head)[self.t]
+            found[self.t] = heads_of(self.amounts.work, self.option.head, cached=self.option.cached)[self.t]
         return found
 
     def _sent_once(self) -> Bools:
@@ -150,7 +155,7 @@ class PieceAmounts:
         behind: Floats | float = 1.0 - self.option.head
         if self.hot_rows.any():
             work = amounts.work
-            behind = np.where(work.ordered, behind, work.rows / (work.rows + self.hot_rows))[work.table]
+            behind = np.where(self.cut_off > 0, behind, work.rows / (work.rows + self.hot_rows))[work.table]
         own = amounts.sent_once(behind * (1.0 - 1.0 / holders))
         if holders == amounts.ranks:
             return own
@@ -161,8 +166,8 @@ class PieceAmounts:
         """Return the head of each table, and a home's batch in it."""
         amounts, t = self.amounts, self.t
         work, model, none = self.model.workload, self.model, np.zeros(len(amounts.work.names))
-        rows = self._head_rows()
-        first = np.where(work.ordered, 0, work.rows)
+        rows = self.hot_rows + self.cut_off
+        first = np.where(self.hot_rows > 0, work.rows, 0)
         if not self.option.head:
             nothing = np.zeros(len(t))
             return Head(first, rows, none, none, none, nothing, nothing, nothing, nothing)
@@ -181,10 +186,9 @@ class PieceAmounts:
         The ranges of tables with ordered ids are uneven; those of other tables are even.
         """
         amounts, even, head = self.amounts, self.even, self.head
-        work, model = amounts.work, amounts.model
-        before = np.where(work.ordered, head.rows, 0) / work.rows  # rows of a head that no range has
-        rows, distinct = (1.0 - before) / self.rows, (1.0 - head.distinct) / self.rows
-        means = Ranges(even, rows, distinct, self.even_once, model.missed * even if self.option.cached else even)
+        model, work = self.model, self.model.workload
+        rows, distinct = (1.0 - self.cut_off / work.rows) / self.rows, (1.0 - head.distinct) / self.rows
+        means = Ranges(even, rows, distinct, self.even_once, model.missed * rows if self.option.cached else even)
         cut = self.cut
         if not self.uneven or (amounts.lower and not self.option.cached):
             return means
@@ -192,25 +196,33 @@ class PieceAmounts:
         # Ranges get longer, and less is read of them. A few of many tell the most; a bound needs all.
         few = self.rows > MANY_RANGES and not amounts.lower
         which = np.unique(np.arange(MANY_RANGES + 1) * (self.rows - 1) // MANY_RANGES) if few else np.arange(self.rows)
-        table, ends = cut[:, None], self._cuts(np.concatenate([which, which + 1]))
-        low, high = ends[:, : len(which)], ends[:, len(which) :]
+        edges = np.union1d(which, which + 1)
+        low, high = np.searchsorted(edges, which), np.searchsorted(edges, which + 1)
+        table, ends = cut[:, None], self._cuts(edges)
+
+        def between(below: Any) -> Any:
+            """Return [n, m] amounts in the ranges, from those below their ends."""
+            return below[:, high] - below[:, low]
+
         if self.option.cached:
-            moved = model.missed_in(np.repeat(cut, len(which)), low.reshape(-1), high.reshape(-1)).reshape(low.shape)
-            found.missed[cut] = np.min(moved, axis=1) if amounts.lower else np.max(moved, axis=1)
+            begin, end = (ends[:, side].reshape(-1) for side in (low, high))
+            moved = model.missed_in(np.repeat(cut, len(which)), begin, end).reshape(len(cut), len(which))
+            found.missed[cut] = sum(moved.T) / self.rows if amounts.lower else np.max(moved, axis=1)
         if amounts.lower:
             return found
-        every = np.maximum(model.all_distinct[table], 1e-300)
-        found.reads[cut] = np.max(work.share(table, low, high), axis=1)
-        found.rows[cut] = np.max((high - low) / work.rows[table], axis=1)
-        found.distinct[cut] = np.max(model.seen(amounts.ranks).between(table, low, high) / every, axis=1)
+        every, places = np.maximum(model.all_distinct[cut], 1e-300), work.laws.places(table, ends)
+        found.reads[cut] = np.max(between(work.reads_below(table, places)), axis=1)
+        found.rows[cut] = np.max(between(ends) / work.rows[table], axis=1)
+        found.distinct[cut] = np.max(between(model.seen(amounts.ranks).below(table, places)) / every[:, None], axis=1)
         if self.once.any():
-            below = distinct_below(model, cut, ends, self.once)
-            found.once[cut] = np.max(below[:, len(which) :] - below[:, : len(which)], axis=1)
+            found.once[cut] = np.max(between(distinct_below(model, cut, ends, self.once)), axis=1)
         return found
 
     def _cuts(self, which: Ints) -> Ints:
         """Return [n, m] the first rows of ranges `which` [m] of tables with ordered ids."""
-        return self.amounts.ranges.cuts(self.cut, self.rows, self.option.head, which)
+        found = self.amounts.ranges.cuts(self.cut, self.rows, self.option.head, which)
+        # Hot ids are also in the first range.
+        return np.where((which == 0) & (self.hot_rows[self.cut, None] > 0), 0, found)
 
     def _in_a_range(self, distinct: Floats) -> tuple[Floats, Floats, Floats]:
         """Return [n] present bags and ids of a range for each home, and the lengths that it receives."""
@@ -230,10 +242,9 @@ class PieceAmounts:
         mean is least if groups have the most reads that one can have, or none.
         """
         found, cut, work = self.even * float(members), self.cut, self.amounts.work
-        ends = self._cuts(np.array([0, members]))
+        ends, top = self._cuts(np.array([0, members])), self.head.rows[cut]
         # The first ranges are read most. Cuts are between whole rows, so others have a row more at most at each end.
-        low, high = ends[:, :1], np.concatenate([ends[:, 1:], ends[:, :1] + 1], axis=1)
-        first, row = work.share(cut[:, None], low, high).T
+        first, row = self.model.workload.share(cut, ends[:, 0], ends[:, 1]), work.share(cut, top, top + 1)
         most = found.copy()
         most[cut] = np.clip(first + 2.0 * row, found[cut], (self.even * float(self.rows))[cut])
         part = found / np.maximum(most, 1e-300)
@@ -346,16 +357,21 @@ class PieceAmounts:
         )  # fmt: skip
         rows = 3.0 * self.share * work.rows[t]
         dense = rates.copied(rows * self.width * self.element) * ~work.attached[t]
-        hot = model.all_distinct[t] * self.head.distinct[t] * (self.hot_rows[t] > 0)
+        # A step writes no hot row to a table behind a cache.
+        hot = model.all_distinct[t] * self.head.distinct[t] * (self.hot_rows[t] > 0) * (not self.option.cached)
         amounts.put(amounts.cost, o, t, "update", update + dense + model.write_back(t, hot / self.rows))
         bags = rates.at("update_bag", self.width)
         amounts.put(amounts.fixed, o, t, "update", self.kept * ranks * self.P * bags)
-        if self.columns > 1:
-            self._add_row_sums()
 
-    def _add_row_sums(self) -> None:
+    def add_placed(self, amounts: OptionAmounts) -> None:
+        """Add to these amounts the parts in which estimates and bounds differ if they know all the rest alike."""
+        self._add_memory(amounts)
+        if self.columns > 1:
+            self._add_row_sums(amounts)
+
+    def _add_row_sums(self, amounts: OptionAmounts) -> None:
         """Add the sums over a row that its column blocks exchange, for row rules with sums over whole rows."""
-        amounts, o, t, distinct = self.amounts, self.o, self.t, self.distinct
+        o, t, distinct = self.o, self.t, self.distinct
         work, rates = amounts.work, amounts.model.rates
         others = self.columns - 1.0
         if self.option.way is Way.GRID:
@@ -377,7 +393,7 @@ class PieceAmounts:
         amounts.put(amounts.cost, o, t, NETWORK_STAGES[3], np.where(talks, crossing, 0.0))
         amounts.use("row sums", o, t, talks)
 
-    def add_memory(self, amounts: OptionAmounts) -> None:
+    def _add_memory(self, amounts: OptionAmounts) -> None:
         """Add weights, optimizer state and buffers of one piece, and the buffers of every home, to these amounts."""
         o, t, ranks, width = self.o, self.t, self.ranks, self.width
         model, work, cached = amounts.model, amounts.work, self.option.cached
@@ -395,6 +411,7 @@ class PieceAmounts:
         buffers = part * ranks * (self.payload * copies + self.P * width * work.wide + self.N * KEY_BYTES)
         # The owner of a whole table also has a larger batch of its own.
         more = self.more_payload * copies + self.more_P * width * work.wide
+        cold = model.all_distinct[t] * (1.0 - self.head.distinct[t])  # rows that a cache serves
         buffers = buffers + 2.0 * more + self.more_N * KEY_BYTES
         # Bytes of a home beyond those for a whole table.
         held = self.parts * self.home_P * width + self.head.P * work.dim[t]
@@ -403,7 +420,7 @@ class PieceAmounts:
         beyond = beyond + np.maximum(sent - amounts.least_payload[t], 0.0) * copies
         if cached:
             amounts.memory[t, o, HOST] += np.floor(model.in_host(t, weights)).astype(np.int64)
-            weights = model.lines(t, length, width)
+            weights = model.lines(t, length, width, cold * (length / work.rows[t]), uneven & amounts.lower)
         amounts.memory[t, o, model.tier] += np.floor(weights + buffers).astype(np.int64)
         amounts.home_memory[t, o, model.tier] += np.floor(beyond * part).astype(np.int64)
         # A bound knows the means of uneven ranges, as of those whose shares the search may change.
@@ -412,9 +429,9 @@ class PieceAmounts:
         # Uneven ranges have fewer present bags in total, though not fewer than the whole table.
         buffers = self.whole_payload * copies + self.whole_P * width * work.wide
         buffers = ranks * (buffers + self.whole_N * KEY_BYTES)
-        every = (work.rows - np.where(work.ordered, self.head.rows, 0))[t].astype(np.float64)
+        every = (work.rows - self.cut_off)[t].astype(np.float64)
         weights = model.weights(t, every, width)
         if cached:
             amounts.least_memory[t, o, HOST] += np.floor(model.in_host(t, weights) / self.rows).astype(np.int64)
-            weights = model.lines(t, every, width)
+            weights = model.lines(t, every, width, cold, uneven & amounts.lower)
         amounts.least_memory[t, o, model.tier] += np.floor((weights + buffers) / self.rows).astype(np.int64)

@@ -63,7 +63,7 @@ def sharding_of(
         if ordered:
             sizes = np.diff(row_cuts(model, np.array([table]), option.width, ranges=ranges)[0]).tolist()
         return _made(kind.GRID_SHARD, grid(name, rows, dim, ranks, topology, sizes=sizes), ranks, work)
-    if option.head and ordered:
+    if option.head and ordered and not option.cached:
         edges = row_cuts(model, np.array([table]), len(ranks), option.head, ranges)[0].tolist()
         owners = (ranks, *((rank,) for rank in ranks))
         tiling = Tiling(rows, dim, (ColumnBlock(0, dim, (0, *edges), owners),))
@@ -71,7 +71,9 @@ def sharding_of(
     if shares is not None:
         sizes = sizes_of_shares(rows, np.asarray(shares))
     elif ordered:
-        sizes = np.diff(row_cuts(model, np.array([table]), len(ranks), ranges=ranges)[0]).tolist()
+        edges = row_cuts(model, np.array([table]), len(ranks), option.head, ranges)[0]
+        sizes = np.diff(edges).tolist()
+        sizes[0] += int(edges[0])  # hot ids are also in the first range
     elif len(set(ranks)) < len(ranks):
         sizes = np.diff(np.arange(len(ranks) + 1) * rows // len(ranks)).tolist()
     if sizes is not None and 0 in sizes:
@@ -82,8 +84,9 @@ def sharding_of(
     found = kind.TABLE_ROW_WISE if one_host and len(set(ranks)) > 1 else kind.ROW_WISE
     if option.head:
         assert work.skew is not None
-        ids = HotRows(np.array(work.skew.hot[: int(heads_of(model.workload, option.head)[table])], np.int64))
-        tiling = row_wise(name, rows, dim, ranks, topology).with_hot(name, ids, topology.world_size)
+        rows_of_head = int(heads_of(model.workload, option.head, cached=option.cached)[table])
+        ids = HotRows(np.arange(rows_of_head) if ordered else np.array(work.skew.hot[:rows_of_head], np.int64))
+        tiling = row_wise(name, rows, dim, ranks, topology, sizes=sizes).with_hot(name, ids, topology.world_size)
         return replace(_made(kind.ROW_WISE, tiling, ranks, work), hot=ids)
     # Single ranges are priced as if no two of them shared a host, so hosts do not add their rows.
     apart = 1.0 if option.width == 1 and topology.host_count > 1 else None

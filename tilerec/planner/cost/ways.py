@@ -7,7 +7,8 @@ Nouns
   width   number of ranks that hold each piece: 1, those of a host, or all
   cached  rows and their state are in host memory, behind a cache on the device
   head    copies of the rows that are read most, on every rank; ranges of rows over all ranks. Of a table in frequency
-          order these are its first rows, which no range has. Of other tables they are hot ids, beside all rows
+          order these are its first rows, which no range has. Of other tables, and behind a cache, they are hot ids,
+          beside all rows
   limits  the restrictions for one table
 """
 
@@ -57,6 +58,13 @@ class Option(NamedTuple):
         """Number of ranks that hold a part of the table, if pieces are on distinct ranks."""
         return self.pieces * self.width
 
+    @property
+    def ranges(self) -> int:
+        """Number of ranges of rows of each column block; 1 for copies."""
+        if self.way is Way.ROWS:
+            return self.holders
+        return self.width if self.way is Way.GRID else 1
+
     def __str__(self) -> str:
         over = {1: ""}.get(self.width, f" over {self.width} ranks")
         behind = ", cached" if self.cached else ""
@@ -90,7 +98,7 @@ def enumerate_options(
     """Return the options on a topology for tables of these dims; an instance has one column for each.
 
     Args:
-        cached: add each option, except copies, a second time with rows behind a cache.
+        cached: add each option, except copies, a second time with rows behind a cache. A head is on the device.
         row_splits: further numbers of row ranges, for tables that are limited to so many ranks.
         heads: add options with heads.
     """
@@ -98,8 +106,8 @@ def enumerate_options(
     behind = [option._replace(cached=True) for option in plain if option.way is not Way.COPIES]
     ranks = topology.world_size
     sizes = HEADS if heads and ranks > 1 else ()
-    with_head = tuple(Option(Way.ROWS, 1, ranks, head=size) for size in sizes)
-    return plain + tuple(behind if cached else ()) + with_head
+    with_head = [Option(Way.ROWS, 1, ranks, slow, size) for slow in (False, True)[: 1 + cached] for size in sizes]
+    return (*plain, *(behind if cached else ()), *with_head)
 
 
 def row_splits_below(ranks: int) -> list[int]:
@@ -139,7 +147,7 @@ def is_of(option: Option, types: Sequence[ShardingType], ranks: int, hosts: int,
         ranks, hosts: their numbers in the topology. ordered: the table is in frequency order.
     """
     kind = ShardingType
-    if option.head and ordered:
+    if option.head and ordered and not option.cached:
         own = {kind.EXPLICIT}
     elif option.way is Way.ROWS and option.width == ranks and hosts == 1:
         # With one host, rows over all ranks have three sharding types.

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from tilerec.comms.codec import codec
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.frequency import Curve, FrequencyLaws, RangeSums, Seen, curve_problem, spread
+from tilerec.planner.cost.frequency import Curve, FrequencyLaws, Places, RangeSums, Seen, curve_problem, spread
 from tilerec.planner.cost.hot_reads import HotReads
 from tilerec.planner.cost.portable import Floats, missed
 from tilerec.spec.hot_rows import MOST_HOT_ROWS
@@ -421,6 +421,12 @@ class Workload:
             return even
         law = self.laws.reads(table, r1) - self.laws.reads(table, r0)
         return np.where(self.ordered[table], law, even)
+
+    def reads_below(self, table: Ints, places: Places) -> Floats:
+        """Return the share of the traffic of tables with ordered ids below places; without that of hot ids."""
+        if self.hot is None:
+            return self.laws.reads_below(table, places)
+        return self._cold_reads.at(self.laws.position[table], places)
 
     @cached_property
     def _head_share(self) -> Floats:
