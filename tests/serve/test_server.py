@@ -407,7 +407,7 @@ def test_a_load_on_no_server_is_an_error(first: Built, tmp_path: Path, address: 
 
 
 def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
-    for wrong in ({"workers": 0}, {"port": 70000}):
+    for wrong in ({"workers": 0}, {"port": 70000}, {"rows_per_second": 49}, {"rows_per_second": -1}):
         with pytest.raises(ConfigError, match="serve: got"):
             ServerOptions(str(tmp_path), **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Load: got"):
