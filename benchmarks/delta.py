@@ -22,7 +22,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -187,6 +187,7 @@ class Served:
             for value in self._tables:
                 value[torch.randperm(self._rows, generator=self._draw)[: self.count // TABLES]] += 1
         self.writer.publish(self._number)
+        os.sync()  # the entry's pages go to the disk now, not beside the samples
         return EntryName(self._number, False)
 
     def apply(self, name: EntryName) -> tuple[float, float]:
@@ -206,7 +207,7 @@ class Served:
         return times, found
 
 
-def served(kind: str, rows: int, folder: Path, samples: int) -> None:
+def served(kind: str, rows: int, folder: Path, samples: int, limits: Sequence[float]) -> None:
     own = Served(kind, rows, folder)
     torch.set_num_threads(1)  # as in a worker of `tilerec serve`
     own.reader.read(lambda found: found < 500)
@@ -216,7 +217,9 @@ def served(kind: str, rows: int, folder: Path, samples: int) -> None:
     print(f"follower   {kind}: {wall:.2f} million rows/s alone, {used:.2f} in a second of processor time")
     for name, every, count in (("without a pause", 0.0, samples), ("one a millisecond", 0.001, samples // 5)):
         own.reader.every = every
-        beside(own, f"{kind}, {name}", count)
+        for limit in limits:
+            own.follower.rows_per_second = limit or None
+            beside(own, f"{kind}, {name}, {f'at most {limit / 1e6:g} million rows/s' if limit else 'no limit'}", count)
     weights = own.version.package.weights
     for name, value in own.model.state_dict().items():
         assert name not in weights or np.array_equal(weights[name], value.numpy())
@@ -250,6 +253,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--parts", nargs="+", default=["tracking", "delta", "served"])
     parser.add_argument("--kinds", nargs="+", default=["int8", "fp32"], help="rows of the served model")
+    parser.add_argument("--limits", type=float, nargs="+", default=[2e6, 0], help="rows/s of the follower; 0: no limit")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
@@ -262,7 +266,7 @@ def main() -> None:
             deltas(options.rows, folder)
         torch.set_num_threads(1)
         for kind in options.kinds if "served" in options.parts else ():
-            served(kind, options.rows, folder, options.samples)
+            served(kind, options.rows, folder, options.samples, options.limits)
         print(f"load of the machine {os.getloadavg()[0]:.1f}")
     finally:
         shutil.rmtree(folder)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 
 namespace {
 
@@ -14,9 +15,9 @@ constexpr int kFollowerSpins = 1 << 14;  // about 1 ms
 constexpr int64_t kLine = 64;
 
 struct Gate {
-  std::atomic<int64_t> requests, waiting, closed;
+  std::atomic<int64_t> requests, waiting, closed, core;
 };
-static_assert(sizeof(Gate) == 24 && std::atomic<int64_t>::is_always_lock_free);
+static_assert(sizeof(Gate) == 32 && std::atomic<int64_t>::is_always_lock_free);
 
 void pause() {
 #if defined(__x86_64__)
@@ -36,9 +37,53 @@ bool spin(const Ready& ready, int spins) {
   return false;
 }
 
+// Number of the core that runs this thread, from 1; 0 where the system does not tell.
+int64_t own_core() {
+#ifdef __linux__
+  return sched_getcpu() + 1;
+#else
+  return 0;
+#endif
+}
+
+// Keeps this thread off the core of the newest request. The system does not: in a virtual machine an idle core looks like one that was
+// taken away, so a thread that wakes up often shares the core of a running one.
+class OtherCore {
+ public:
+  explicit OtherCore(const Gate& gate) : gate_(gate) {}
+  OtherCore(const OtherCore&) = delete;
+  OtherCore& operator=(const OtherCore&) = delete;
+#ifdef __linux__
+  ~OtherCore() {
+    if (moved_) sched_setaffinity(0, sizeof all_, &all_);
+  }
+  // Moves the thread if a request has come to its core.
+  void move() {
+    const int64_t core = own_core();
+    if (!core || gate_.core.load(std::memory_order_relaxed) != core) return;
+    if (!moved_ && sched_getaffinity(0, sizeof all_, &all_)) return;
+    cpu_set_t others = all_;
+    CPU_CLR(static_cast<size_t>(core - 1), &others);
+    if (CPU_COUNT(&others)) moved_ |= !sched_setaffinity(0, sizeof others, &others);
+  }
+#else
+  void move() {}
+#endif
+
+ private:
+  const Gate& gate_;
+#ifdef __linux__
+  cpu_set_t all_;
+  bool moved_ = false;
+#endif
+};
+
 bool enter(Gate& gate) {
   gate.requests.fetch_add(1);
-  if (!gate.closed.load()) return true;
+  if (!gate.closed.load()) {
+    gate.core.store(own_core(), std::memory_order_relaxed);
+    return true;
+  }
   gate.requests.fetch_sub(1);
   return false;
 }
@@ -57,6 +102,17 @@ void close(Gate& gate) {
     const timespec rest{0, 100000};
     nanosleep(&rest, nullptr);
   }
+}
+
+int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+void sleep_until(int64_t ns) {
+  const timespec until{ns / 1000000000LL, ns % 1000000000LL};
+  clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr);
 }
 
 // Loads the lines of a row for writing, and writes one byte of each as it is: a page that is mapped from a file is then copied, in
@@ -90,12 +146,16 @@ TR_API void tr_own_rows(void* place, int64_t place_stride, const int64_t* rows, 
 }
 
 TR_API void tr_gate_write_rows(void* gate, void* place, int64_t place_stride, const int64_t* rows, const void* source,
-                               int64_t source_stride, int64_t size, int64_t count, int64_t hold) {
+                               int64_t source_stride, int64_t size, int64_t count, int64_t hold, int64_t row_ns) {
   const auto target = [&](int64_t i) { return static_cast<char*>(place) + (rows ? rows[i] : i) * place_stride; };
   const auto values = [&](int64_t i) { return static_cast<const char*>(source) + i * source_stride; };
+  const int64_t began = row_ns ? now_ns() : 0;
+  std::optional<OtherCore> place_of_thread;
+  if (gate) place_of_thread.emplace(*static_cast<Gate*>(gate));
   for (int64_t first = 0; first < count; first += hold) {
     const int64_t end = std::min(count, first + hold);
     if (gate) {
+      place_of_thread->move();
       for (int64_t i = first; i < end; ++i) {
         own_lines(target(i), size);
         for (int64_t at = 0; at < size; at += kLine) __builtin_prefetch(values(i) + at);
@@ -104,5 +164,6 @@ TR_API void tr_gate_write_rows(void* gate, void* place, int64_t place_stride, co
     }
     for (int64_t i = first; i < end; ++i) memcpy(target(i), values(i), static_cast<size_t>(size));
     if (gate) open(*static_cast<Gate*>(gate));
+    if (row_ns) sleep_until(began + end * row_ns);  // absolute: late wake-ups do not add up
   }
 }

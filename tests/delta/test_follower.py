@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.delta import DeltaRecord, DeltaWriter, Follower, RequestLock, follower
+from tilerec.errors import ConfigError
+from tilerec.ops.backends import RowWrite
 
 ROWS, WIDTH = 4096, 1024
 """A row takes a quarter of a page."""
@@ -133,3 +136,74 @@ def test_rows_of_any_width_and_place_are_written_as_they_are(tmp_path: Path, wid
     assert torch.equal(target["rows"], model.rows)
     assert not memory[:first].any()
     assert not memory[first + 2000 * width :].any()
+
+
+def published(folder: Path, target: Table, lock: Any) -> tuple[Table, Follower]:
+    """Return a model, and a follower of its log with one delta to come, of all rows."""
+    source = Table()
+    writer = DeltaWriter(folder, source, base_every=99)
+    writer.publish(0)
+    found = Follower(folder, target, lock=lock)
+    source.rows += 1
+    writer.publish(1)
+    return source, found
+
+
+def test_a_limit_spreads_rows_evenly_between_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, lock = Table(), RequestLock()
+    if lock.gate is None:
+        pytest.skip("needs the native library")
+    source, follows = published(tmp_path, target, lock)
+    calls: list[tuple[int, int, int]] = []
+    run = RowWrite.run_between_requests
+
+    def noted(self: RowWrite, native: Any, gate: Any, hold: int, row_ns: int = 0) -> None:
+        calls.append((len(self.values), hold, row_ns))
+        run(self, native, gate, hold)
+
+    monkeypatch.setattr(RowWrite, "run_between_requests", noted)
+    follows.rows_per_second = 100_000
+    follows.poll()
+    assert torch.equal(target.rows, source.rows)
+    assert {(hold, row_ns) for _, hold, row_ns in calls} == {(follower.ROWS, 10_000)}
+    assert max(rows for rows, _, _ in calls) * 10_000 <= follower.CALL_SECONDS * 1e9
+
+
+def test_a_limit_holds_without_the_native_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, slept = Table(), list[float]()
+    _, follows = published(tmp_path, target, threading.Lock())
+    monkeypatch.setattr(follower.time, "sleep", slept.append)
+    follows.poll()
+    assert not slept
+    source, follows = published(tmp_path / "next", target, threading.Lock())
+    follows.rows_per_second = 1000
+    target.rows.zero_()
+    follows.poll()
+    assert torch.equal(target.rows, source.rows)
+    assert sum(slept) == pytest.approx(ROWS / 1000)
+
+
+@pytest.mark.parametrize("lock", [RequestLock, threading.Lock])
+def test_a_poll_that_runs_follows_a_new_limit(tmp_path: Path, lock: Any) -> None:
+    """With the old limit it would take 82 s."""
+    target = Table()
+    source, follows = published(tmp_path, target, lock())
+    follows.rows_per_second = 50
+    thread = threading.Thread(target=follows.poll, daemon=True)
+    thread.start()
+    while not target.rows[0, 0]:
+        pass
+    assert not target.rows[-1, 0]
+    follows.rows_per_second = None
+    thread.join(60)
+    assert not thread.is_alive()
+    assert torch.equal(target.rows, source.rows)
+
+
+def test_a_limit_that_is_too_low_is_refused(tmp_path: Path) -> None:
+    _, follows = published(tmp_path, Table(), None)
+    follows.rows_per_second = 2e6
+    assert follows.rows_per_second == pytest.approx(2e6)
+    for wrong in (49, 0, -1, float("nan")):
+        with pytest.raises(ConfigError, match="expected at least 50, or None for no limit"):
+            follows.rows_per_second = wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,3 +123,33 @@ def test_a_request_sees_each_row_as_a_whole(listed: bool) -> None:
             assert bool((place == number).all())
         done.set()
         assert reader.result()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_follower_leaves_the_core_of_requests_and_gets_its_cores_back() -> None:
+    lock = RequestLock()
+    if lock.gate is None:
+        pytest.skip("needs the native library")
+    cores = os.sched_getaffinity(0)
+    own = min(cores)
+    place = torch.zeros(64, 16)
+    try:
+        os.sched_setaffinity(0, {own})
+        with lock:
+            pass
+        os.sched_setaffinity(0, cores)
+        with lock.gate.other_core():
+            assert os.sched_getaffinity(0) == cores - {own}
+        assert os.sched_getaffinity(0) == cores
+        write = RowWrite(place, None, torch.ones(64, 16))
+        assert write.native is not None
+        os.sched_setaffinity(0, {own})
+        with lock.gate.other_core():  # there is no other one
+            write.run_between_requests(write.native, lock.gate, 3, 1000)
+            assert os.sched_getaffinity(0) == {own}
+        os.sched_setaffinity(0, cores)
+        write.run_between_requests(write.native, lock.gate, 3, 1000)
+        assert os.sched_getaffinity(0) == cores
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert bool((place == 1).all())

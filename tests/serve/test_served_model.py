@@ -190,6 +190,28 @@ def test_rows_of_two_states_are_named_as_such(served_path: Path, tmp_path: Path,
     assert seen[-1][1]
 
 
+def test_rows_are_limited_while_requests_run_and_no_longer_after_the_close(
+    served_path: Path, tmp_path: Path, opened: Opened, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+    apply = follower.Follower.apply
+
+    def noted(self: Any, name: Any) -> Any:
+        limits.append(self.rows_per_second)
+        return apply(self, name)
+
+    monkeypatch.setattr(follower.Follower, "apply", noted)
+    log.publish(1.0)
+    source = StandInSource(served_path, opened)
+    model = ServedModel(source, deltas=tmp_path / "deltas", every=0, rows_per_second=1000)
+    log.publish(2.0)
+    model.look()
+    log.publish(3.0)
+    model.close()
+    model.look()
+    assert limits == [None, pytest.approx(1000), None]
+
+
 def test_a_base_that_is_half_loaded_leaves_no_clean_name(
     served_path: Path, tmp_path: Path, opened: Opened, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,7 +218,7 @@ def test_metrics_of_two_workers_are_added_up(served: tuple[Server, Path]) -> Non
     texts = [server.get("/metrics") for _ in range(8)]  # of either worker
     assert [count_of(text, sample) for text in texts] == [before + len(answers)] * 8
     assert "tilerec_request_seconds_bucket" in texts[0]
-    assert len(server.workers()) == 2
+    until(lambda: len(server.workers()) == 2, "the end of the process that compares digests")
 
 
 def test_a_file_that_is_overwritten_in_place_is_served_once_it_is_whole(
@@ -412,7 +412,7 @@ def test_a_load_on_no_server_is_an_error(first: Built, tmp_path: Path, address: 
 
 
 def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
-    for wrong in ({"workers": 0}, {"port": 70000}):
+    for wrong in ({"workers": 0}, {"port": 70000}, {"rows_per_second": 49}, {"rows_per_second": -1}):
         with pytest.raises(ConfigError, match="serve: got"):
             ServerOptions(str(tmp_path), **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Load: got"):

@@ -113,7 +113,8 @@ class BlockReader:
     Args:
         name: of the file, for errors.
         size: bytes of the file. crcs: CRC-32 of each block.
-        checks: number of blocks that may wait for their checksums; one more is read meanwhile.
+        checks: number of blocks that may wait for their checksums; one more is read meanwhile. 0: the caller's thread
+            computes them.
     """
 
     def __init__(self, file: BinaryIO, name: str, size: int, crcs: Sequence[int], *, checks: int = MOST_CHECKS) -> None:
@@ -194,9 +195,12 @@ class BlockReader:
         """Read a block, and begin its check."""
         block.fill_to(min((block.number + 1) * BLOCK, self._size))
         self._fill(block.number, block.views)
-        self._checks.append(self._thread.submit(self._check, block.number, block.views))
-        if len(self._checks) > self._most_checks:
-            self._checks.popleft().result()
+        if self._most_checks:
+            self._checks.append(self._thread.submit(self._check, block.number, block.views))
+            if len(self._checks) > self._most_checks:
+                self._checks.popleft().result()
+        else:
+            self._check(block.number, block.views)
         for then in block.then:
             then()
 

@@ -10,6 +10,7 @@ nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -31,10 +32,14 @@ from tilerec.delta.staged import StagedRows, stage
 from tilerec.errors import ConfigError, FileError, InputError
 from tilerec.ops.backends import RowWrite
 
-ROWS = 1024
+ROWS = 512
 """Rows that are written while the lock is held."""
 BLOCK_ROWS = 65_536
-"""Rows of a call of the native library, which no signal interrupts."""
+"""Most rows of a call of the native library, which no signal interrupts."""
+CALL_SECONDS = 0.02
+"""Longest call of the native library that sleeps between rows."""
+LEAST_ROWS_PER_SECOND = 50
+"""One row in each such call."""
 
 Reason = Literal["damaged", "gap", "repeated", "other base", "other model", "other run"]
 
@@ -60,26 +65,50 @@ class Follower:
         partial: True: the target lacks some tensors of the log, which are passed over.
         noted: called, while the lock is held, with the record of a state and False before its first row is written, and
             with True once the target has all of it.
+        rows_per_second: see `Follower.rows_per_second`. It does not limit the rows of the base that is loaded here.
 
     Raises:
         FileError: the log has no whole base, or cannot be read. DeltaRefused: the base does not fit the target.
+        ConfigError: rows_per_second is below `LEAST_ROWS_PER_SECOND`.
     """
 
     def __init__(
         self, folder: str | Path, target: nn.Module | Mapping[str, Tensor], *, state: str = "",
         lock: RequestLock | AbstractContextManager[object] | None = None, partial: bool = False,
         noted: Callable[[DeltaRecord, bool], object] = lambda record, complete: None,
+        rows_per_second: float | None = None,
     ) -> None:  # fmt: skip
         self.log = DeltaLog(folder)
         self._target, self._noted = target, noted
         self._lock = nullcontext() if lock is None else lock
+        self._gate = lock.gate if isinstance(lock, RequestLock) else None
         self._partial = partial
+        self._row_seconds = 0.0
         self.record = self._entry_of(state).record if state else self._load_base()
+        self.rows_per_second = rows_per_second
 
     @property
     def sequence(self) -> int:
         """Number of the published state that the target has."""
         return self.record.sequence
+
+    @property
+    def rows_per_second(self) -> float | None:
+        """Most rows that are written in a second; None: no limit.
+
+        The thread sleeps between two writes, so requests find free time of the processor and of the memory. Any thread
+        may set it: a `poll` that runs follows within 20 ms, and writes the rest without a wait after None.
+        """
+        return 1 / self._row_seconds if self._row_seconds else None
+
+    @rows_per_second.setter
+    def rows_per_second(self, rows: float | None) -> None:
+        if rows is not None and not rows >= LEAST_ROWS_PER_SECOND:
+            raise ConfigError(
+                f"Follower: got rows_per_second={rows}; expected at least {LEAST_ROWS_PER_SECOND}, or None for no "
+                "limit. Correct it."
+            )
+        self._row_seconds = 0.0 if rows is None else 1 / rows
 
     def poll(self) -> list[DeltaRecord]:
         """Apply the deltas that have been published since the last call; return their records.
@@ -121,7 +150,8 @@ class Follower:
         try:
             entry = self.log.open(name)
             self._check_order(entry)
-            staged = stage(entry)
+            with nullcontext() if self._gate is None else self._gate.other_core():
+                staged = stage(entry)
         except DeltaRefused:
             raise
         except (FileError, InputError) as error:
@@ -284,25 +314,31 @@ class Follower:
         for dim in range(1, len(both.sizes)):
             place = place.narrow(dim, both.offsets[dim] - piece.box.offsets[dim], both.sizes[dim])
             values = values.narrow(dim, both.offsets[dim] - part.box.offsets[dim], both.sizes[dim])
-        for at in range(low, high, BLOCK_ROWS):
-            some = values[at : min(at + BLOCK_ROWS, high)].to(place.device)
+        at = low
+        while at < high:
+            seconds = self._row_seconds  # another thread may set it
+            most = max(1, int(CALL_SECONDS / seconds)) if seconds else BLOCK_ROWS
+            some = values[at : min(at + min(most, BLOCK_ROWS), high)].to(place.device)
             if part.rows_U is None:
                 own = place.narrow(0, at + part.box.offsets[0] - piece.box.offsets[0], some.shape[0])
-                self._write_rows(RowWrite(own, None, some))
+                self._write_rows(RowWrite(own, None, some), seconds)
             else:
                 rows = (part.rows_U[at : at + some.shape[0]] - piece.box.offsets[0]).to(place.device)
-                self._write_rows(RowWrite(place, rows, some))
+                self._write_rows(RowWrite(place, rows, some), seconds)
+            at += some.shape[0]
 
-    def _write_rows(self, write: RowWrite) -> None:
-        """Write rows, at most `ROWS` of them while the lock is held."""
-        gate, native = self._lock.gate if isinstance(self._lock, RequestLock) else None, write.native
+    def _write_rows(self, write: RowWrite, seconds: float) -> None:
+        """Write rows, at most `ROWS` of them while the lock is held; each takes `seconds` at least."""
+        gate, native = self._gate, write.native
         if gate is not None and native is not None:
-            write.run_between_requests(native, gate, ROWS)
+            write.run_between_requests(native, gate, ROWS, round(seconds * 1e9))
             return
         for some in write.parts(ROWS):
             some.own_pages()
             with self._writing_lock():
                 some.run()
+            if seconds:
+                time.sleep(len(some.values) * seconds)
 
     def _writing_lock(self) -> AbstractContextManager[object]:
         return self._lock.writing() if isinstance(self._lock, RequestLock) else self._lock

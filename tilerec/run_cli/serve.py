@@ -28,6 +28,9 @@ def serve(
     workers: Annotated[int, typer.Option(help="Worker processes; they share the package's weights.")] = 1,
     threads: Annotated[int, typer.Option(help="Threads of each worker.")] = 1,
     every: Annotated[float, typer.Option(help="Seconds between two looks at the file and the log.")] = 1.0,
+    rows_per_second: Annotated[
+        float, typer.Option(help="Most rows of published states that each worker writes in a second; 0: no limit.")
+    ] = 2e6,
     max_samples: Annotated[int, typer.Option(help="Most samples of a batch of several requests.")] = 1024,
     wait_ms: Annotated[float, typer.Option(help="Milliseconds that a request waits for others.")] = 0.0,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait; more get status 503.")] = 1000,
@@ -47,7 +50,9 @@ def serve(
     try:
         batching = Batching(max_samples, wait_ms, max_waiting)
         logged = LogOptions(log, log_every, log_keep)
-        options = ServerOptions(package, deltas, host, port, workers, threads, every, batching=batching, log=logged)
+        options = ServerOptions(
+            package, deltas, host, port, workers, threads, every, rows_per_second, batching=batching, log=logged
+        )
         console = SafeConsole(stderr=True)
         run_server(options, lambda address: print_plain(f"serving {package} on {address}"), console)
     except TilerecError as error:

@@ -98,6 +98,7 @@ class ServedModel:
         source: of the versions: `FileSource(path)` for a file.
         deltas: folder of a log of published states (tilerec/delta) that the weights follow; None for none.
         every: seconds between two looks at the source and the log; 0 for none.
+        rows_per_second: most rows of published states that are written in a second beside requests; None for no limit.
         noted: called with "loaded", "failed", "delta" or "refused" for each such event.
 
     Raises:
@@ -106,9 +107,10 @@ class ServedModel:
 
     def __init__(
         self, source: PackageSource, *, deltas: str | Path | None = None, every: float = 1.0,
-        noted: Callable[[str], object] = lambda _: None,
+        rows_per_second: float | None = None, noted: Callable[[str], object] = lambda _: None,
     ) -> None:  # fmt: skip
         self._source, self._deltas, self._every, self._noted = source, deltas, every, noted
+        self._rows_per_second = rows_per_second
         self._follower: Follower | None = None
         self._waiting: Version | None = None  # for its log
         self._stop = threading.Event()
@@ -127,8 +129,9 @@ class ServedModel:
         self._pages.start()
 
     def close(self) -> None:
-        """Stop looking for versions."""
+        """Stop looking for versions. A state that is being written is written to its end, without a limit."""
         self._stop.set()
+        self._limit_rows()
         if self._pages.is_alive():
             self._pages.join()
         if self._thread.is_alive():
@@ -146,6 +149,7 @@ class ServedModel:
 
     def look(self) -> None:
         """Load a version that has come, and apply the deltas that have come. The thread calls this."""
+        self._limit_rows()
         try:
             package = self._source.take()
             if package is not None:
@@ -175,6 +179,13 @@ class ServedModel:
         self._errors = {"source": "", "log": ""}
         self._noted("loaded")
         _LOG.info("%s: version %s serves", self._source.name, version.name)
+
+    def _limit_rows(self) -> None:
+        """Limit the rows of the version that serves. It has caught up with its log before, without a limit."""
+        if self._follower is not None:
+            self._follower.rows_per_second = self._rows_per_second
+            if self._stop.is_set():  # looked at last, so that no other thread's limit outlasts `close`
+                self._follower.rows_per_second = None
 
     def _watch(self) -> None:
         while not self._stop.wait(self._every):

@@ -20,6 +20,7 @@ class ServerOptions:
         workers: processes. Each batches its own requests.
         threads: of torch in each worker. One is best for the latency of small requests.
         every: seconds between two looks at the file and the log; 0 for none.
+        rows_per_second: most rows of published states that each worker writes in a second; 0 for no limit.
         grace: seconds that running requests have at the end.
         log: of requests.
     """
@@ -31,6 +32,7 @@ class ServerOptions:
     workers: int = 1
     threads: int = 1
     every: float = 1.0
+    rows_per_second: float = 2e6
     grace: int = 30
     batching: Batching = field(default_factory=Batching)
     log: LogOptions = field(default_factory=LogOptions)
@@ -40,4 +42,9 @@ class ServerOptions:
             raise ConfigError(
                 f"serve: got {self}; expected a port from 0 to 65535, workers and threads from 1, every and grace from "
                 "0. Correct them."
+            )
+        if self.rows_per_second and not self.rows_per_second >= 50:
+            raise ConfigError(
+                f"serve: got rows_per_second={self.rows_per_second}; expected at least 50, or 0 for no limit. Correct "
+                "it."
             )

@@ -97,6 +97,7 @@ def serve_in_worker(
     try:
         model = ServedModel(
             WorkerSource(copy, channel), deltas=options.deltas or None, every=options.every,
+            rows_per_second=options.rows_per_second or None,
             noted=lambda event: metrics.events.labels(event).inc(),
         )  # fmt: skip
     except TilerecError as error:

@@ -6,7 +6,9 @@ Legend: M rows that are written, N rows of a tensor.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, final
 
 from torch import Tensor
@@ -25,7 +27,7 @@ class RowGate:
     """
 
     def __init__(self, native: ctypes.CDLL) -> None:
-        self._memory = (_NUMBER * 3)()
+        self._memory = (_NUMBER * 4)()
         self.place = ctypes.addressof(self._memory)
         # Calls that never wait keep Python's global lock: to give it up and take it again costs more than they do.
         brief = ctypes.PyDLL(native._name)
@@ -39,6 +41,26 @@ class RowGate:
     def waiting(self) -> int:
         """Number of requests that wait for a write."""
         return self._memory[1]
+
+    @contextmanager
+    def other_core(self) -> Iterator[None]:
+        """Keep the calling thread off the core that ran the newest request, for the block.
+
+        The system does not: a thread that wakes up often stays on the core where another one runs, while another core
+        is idle. In a virtual machine an idle core even looks like one that was taken away.
+        """
+        core = self._memory[3] - 1
+        if core < 0 or not hasattr(os, "sched_setaffinity"):
+            yield
+            return
+        cores = os.sched_getaffinity(0)
+        others = cores - {core}
+        if others:
+            os.sched_setaffinity(0, others)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, cores)
 
     def enter(self) -> None:
         """Let a request in; it waits for one write at most."""
@@ -113,13 +135,16 @@ class RowWrite(NamedTuple):
         else:
             self.place.index_copy_(0, self.rows_M, self.values)
 
-    def run_between_requests(self, native: ctypes.CDLL, gate: RowGate, hold: int) -> None:
-        """Write the rows, at most `hold` of them each time that the gate is closed."""
-        self._copy(native, gate.place, hold)
+    def run_between_requests(self, native: ctypes.CDLL, gate: RowGate, hold: int, row_ns: int = 0) -> None:
+        """Write the rows, at most `hold` of them each time that the gate is closed.
 
-    def _copy(self, native: ctypes.CDLL, gate: int | None, hold: int) -> None:
+        row_ns: least nanoseconds for a row; the thread sleeps between two writes, with the gate open.
+        """
+        self._copy(native, gate.place, hold, row_ns)
+
+    def _copy(self, native: ctypes.CDLL, gate: int | None, hold: int, row_ns: int = 0) -> None:
         source = _ADDRESS(self.values.data_ptr()), _NUMBER(self.values.stride(0) * self.values.itemsize)
-        counts = self._row_bytes(), _NUMBER(len(self.values)), _NUMBER(hold)
+        counts = self._row_bytes(), _NUMBER(len(self.values)), _NUMBER(hold), _NUMBER(row_ns)
         native.tr_gate_write_rows(_ADDRESS(gate), *self._target(), *source, *counts)
 
     def _target(self) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]:
