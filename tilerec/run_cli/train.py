@@ -6,7 +6,6 @@ tilerec train synthetic --set train.batch_size=4096
 
 from __future__ import annotations
 
-import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,7 @@ from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.output_path import check_output
 from tilerec.progress import LOADING, command_phase
 from tilerec.run_cli.ranks import run_on_ranks
-from tilerec.stop_signals import RunStopped
-from tilerec.terminal import SafeConsole, print_plain, print_rank_error
+from tilerec.terminal import SafeConsole, print_rank_error
 
 if TYPE_CHECKING:
     from tilerec.comms.process import ProcessGroupComms
@@ -111,16 +109,7 @@ def train(
             _print_settings(run)
             return
         _check_outputs(run, recipe)
-        try:
-            run_on_ranks(
-                _train, run, nproc=nproc, device=run.train.device, grouped=run.parallel.shards,
-                saves=run.checkpoint.saves, timeout_s=run.parallel.timeout, replace=run.parallel.replace,
-            )  # fmt: skip
-        except RunStopped:
-            raise
-        except (KeyboardInterrupt, SystemExit):
-            _print_stopped(run)
-            raise
+        _on_ranks(run, nproc)
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None
@@ -160,34 +149,26 @@ def _print_settings(run: RunConfig) -> None:
         console.print(Text(f"{name} = {_plain(value)}"), soft_wrap=True)
 
 
-def _to_continue(run: RunConfig) -> str:
-    return f"The same command with --log-dir {shlex.quote(run.log_dir)} --resume continues."
+def _on_ranks(run: RunConfig, nproc: int | None) -> None:
+    """Train on every rank; a run that a signal ends without a save leaves a line on how to continue it."""
+    from tilerec.run_cli.stopped_run import stop_line
 
-
-def _print_stopped(run: RunConfig) -> None:
-    """Print how to continue a run that a signal has ended without a save."""
-    from tilerec.checkpoint.manager import latest
-    from tilerec.train.run_metadata import FOLDER
-
-    found = latest(Path(run.log_dir) / FOLDER) if run.log_dir else None
-    if found is None:
-        print_plain("stopped without a checkpoint." + ("" if run.checkpoint.saves else " --save-every N saves some."))
-    else:
-        print_plain(f"stopped; the newest checkpoint is of step {found.step:,}. {_to_continue(run)}")
+    with stop_line(run):
+        run_on_ranks(
+            _train, run, nproc=nproc, device=run.train.device, grouped=run.parallel.shards,
+            saves=run.checkpoint.saves, timeout_s=run.parallel.timeout, replace=run.parallel.replace,
+        )  # fmt: skip
 
 
 def _train(group: ProcessGroupComms | None, run: RunConfig) -> None:
     """Train; rank 0 shows progress and scores."""
+    from tilerec.run_cli.stopped_run import saved_line
     from tilerec.train.loop import train as run_training
     from tilerec.train.report import report
 
     console = SafeConsole() if group is None or not group.rank else None
-    try:
+    with saved_line(run, console):
         result = run_training(run, console=console, group=group)
-    except RunStopped as stopped:
-        if console is not None:
-            print_plain(f"stopped after step {stopped.step:,}, and saved. {_to_continue(run)}")
-        raise
     if console is not None:
         console.print(report(result))
     if result.log_errors:
