@@ -16,6 +16,7 @@ served      that DLRM, quantized to int8 or with its float32 rows, is exported. 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import resource
 import shutil
@@ -210,6 +211,8 @@ class Served:
 def served(kind: str, rows: int, folder: Path, samples: int, limits: Sequence[float]) -> None:
     own = Served(kind, rows, folder)
     torch.set_num_threads(1)  # as in a worker of `tilerec serve`
+    gc.collect()
+    gc.freeze()  # as its parent does: else a collection of all objects of torch's compiler takes 0.25 s
     own.reader.read(lambda found: found < 500)
     own.apply(own.publish())  # pages that are mapped from the package become its own
     alone = [own.apply(own.publish()) for _ in range(5)]
