@@ -12,8 +12,9 @@ Files are generated with one row group per 2^17 rows (2^15 for lists), snappy:
     list     26 list<int64> columns with 0 to 6 ids
 
 The bare scan decodes record batches of the batch size on one thread, and drops them. Readers take turns, so that other
-load on the machine meets all alike; medians of the runs are printed. CPU time is that of the process, with the thread
-that reads ahead. Memory is the growth of the resident set in a process of its own, over one pass with a slow consumer.
+load on the machine meets all alike: printed are medians of speeds, and of each turn's own ratio to the scan. CPU time is
+that of the process, with the thread that reads ahead. Memory is the growth of the resident set in a process of its own,
+over one pass with a slow consumer.
 """
 
 from __future__ import annotations
@@ -115,12 +116,11 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
         for _ in range(options.runs):
             for name, action in readers.items():
                 speeds[name].append(rows_per_cpu_second(action))
-        base = statistics.median(speeds["iter_batches"])
         for name, found in speeds.items():
             ratios = sorted(one / other for one, other in zip(found, speeds["iter_batches"], strict=True))
             median = statistics.median(found)
             print(
-                f"{kind:8s} {name:34s} {median / 1e3:12.0f} {median / base:10.2f}x"
+                f"{kind:8s} {name:34s} {median / 1e3:12.0f} {statistics.median(ratios):10.2f}x"
                 f"  ({ratios[0]:.2f} to {ratios[-1]:.2f})"
             )
 
