@@ -12,8 +12,8 @@ Files are generated with one row group per 2^17 rows (2^15 for lists), snappy:
     list     26 list<int64> columns with 0 to 6 ids
 
 The bare scan decodes record batches of the batch size on one thread, and drops them. Readers take turns, so that other
-load on the machine meets all alike. Printed are medians of speeds, and of each turn's own ratio to the scan. CPU time is
-that of the process, with the thread that reads ahead. Memory is the growth of the resident set in a process of its own,
+load on the machine meets all alike. Printed are medians of speeds, and of each turn's own ratio to the scan. CPU time
+is that of the process, with the thread that reads ahead. Memory is growth of the resident set in a process of its own
 over one pass with a slow consumer.
 """
 
