@@ -78,8 +78,29 @@ def test_nothing_that_a_pickle_names_is_called(
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_members_of_enumerations_are_read_as_every_python_writes_them(folder: Path, protocol: int) -> None:
+    """Python 3.11.0 to 3.11.3 write `getattr(class, name)`, others `class(value)`. Debian 12 has 3.11.2."""
+    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+
+    class AsOlder(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            return (getattr, (encoding, obj.name)) if isinstance(obj, encoding) else NotImplemented
+
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    file = io.BytesIO()
+    AsOlder(file, protocol).dump(metadata)
+    assert b"getattr" in file.getvalue()
+    (folder / ".metadata").write_bytes(file.getvalue())
+    import_dcp(folder, folder.with_name("own"))
+    member = parse_pickle(pickle.dumps(Call(getattr, encoding, "TORCH_PRESERVE_FORMAT")), "file", ADMITTED)
+    assert member.kind == f"{encoding.__module__}.{encoding.__name__}"
+    assert member.arguments == ("TORCH_PRESERVE_FORMAT",)
+
+
 def test_attributes_of_admitted_modules_are_no_way_out(folder: Path) -> None:
     for module, name in (
+        ("builtins", "getattr.__call__"),
         ("torch.distributed.checkpoint.metadata", "os.system"),
         ("torch.serialization", "os.system"),
         ("torch", "Size.__class__"),

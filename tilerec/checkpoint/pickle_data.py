@@ -48,6 +48,8 @@ _ARGUMENTS = {
 _SKIPPED = {"PROTO", "FRAME"}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 ORDERED_DICT = "collections.OrderedDict"
+_ENUM_MEMBER = "builtins.getattr"
+"""Called with a class and a name: a member of an enumeration, as Python 3.11.0 to 3.11.3 write it."""
 
 
 def parse_pickle(data: bytes, what: str, admitted: Collection[str]) -> Any:
@@ -166,13 +168,17 @@ class _Machine:
 
     def _global(self, module: Any, name: Any) -> None:
         full = f"{module}.{name}"
-        if full not in self._admitted and full != ORDERED_DICT:
+        if full not in self._admitted and full not in (ORDERED_DICT, _ENUM_MEMBER):
             raise _Refused(f"the global {full:.100}", f"one of the {len(self._admitted)} names that such a file needs")
         self._stack.append(Global(full))
 
     def _make(self, kind: Any, arguments: Any) -> None:
         if type(kind) is not Global or type(arguments) is not tuple:
             raise _Refused("a call of something that is no global", "calls of classes by name")
+        if kind.name == _ENUM_MEMBER:
+            kind, arguments = arguments[0], arguments[1:]
+            if type(kind) is not Global or len(arguments) != 1 or type(arguments[0]) is not str:
+                raise _Refused(f"{_ENUM_MEMBER} of something that is no class", "members of enumerations")
         self._stack.append({} if kind.name == ORDERED_DICT and not arguments else Made(kind.name, arguments))
 
     def _build(self, state: Any) -> None:
