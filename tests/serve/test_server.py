@@ -389,6 +389,24 @@ def test_a_first_version_whose_weights_are_not_those_of_its_manifest_ends_the_se
     assert "has other bytes than the manifest states" in " ".join(ended.output.split())
 
 
+@pytest.mark.parametrize(("kills", "reason"), [(2, "other bytes than the manifest states"), (3, "got code -9")])
+def test_a_killed_process_that_compares_digests_is_started_again_twice(
+    first: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, reason: str
+) -> None:
+    def killed_at_first(threads: int) -> None:
+        (tmp_path / str(os.getpid())).touch()
+        if len(list(tmp_path.glob("[0-9]*"))) <= kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr("tilerec.serve.trial.set_threads", killed_at_first)
+    path = tmp_path / "model.pt2"
+    path.write_bytes(with_other_weights(first.data))
+    ended = CliRunner().invoke(app, ["serve", str(path), "--port", "0"])
+    assert ended.exit_code == 1
+    assert reason in " ".join(ended.output.split())
+    assert len(list(tmp_path.glob("[0-9]*"))) == 3
+
+
 def test_a_later_version_whose_weights_are_not_those_of_its_manifest_never_serves(
     served: tuple[Server, Path], first: Built, second: Built
 ) -> None:

@@ -43,6 +43,11 @@ class Trial:
         """A descriptor that is ready when the trial has ended."""
         return self._process.sentinel
 
+    @property
+    def was_killed(self) -> bool:
+        """True if a signal has ended the trial: for want of memory, for example."""
+        return (self._process.exitcode or 0) < 0
+
     def result(self) -> PackageCopy:
         """Return the copy of a file that serves. Waits for the end.
 

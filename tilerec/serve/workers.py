@@ -61,7 +61,7 @@ class Workers:
         self._running: list[_Worker] = []
         self._trial: Trial | None = None
         self._reason = ""
-        self._deaths = 0
+        self._deaths = self._comparisons = 0
         self._stops = False
 
     def run(self, ready: Callable[[], object], console: Console | None = None) -> None:
@@ -84,7 +84,7 @@ class Workers:
                 self._await_first()
             if not self._stops:
                 ready()
-                self._trial = Trial(self._context, self._options.path, self._copy)
+                self._compare_digests()
             due = time.monotonic() + self._options.every
             while self._running:
                 rest = max(0.0, due - time.monotonic()) if self._options.every else 1.0
@@ -167,6 +167,11 @@ class Workers:
             except OSError as error:
                 self._refuse(f"Package {self._options.path}: got '{error}'; expected memory for it. Free some.")
 
+    def _compare_digests(self) -> None:
+        """Begin the trial of the first version."""
+        self._comparisons += 1
+        self._trial = Trial(self._context, self._options.path, self._copy)
+
     def _trials(self) -> list[int]:
         return [] if self._trial is None else [self._trial.sentinel]
 
@@ -177,9 +182,13 @@ class Workers:
         try:
             copy = trial.result()
         except TilerecError as error:
-            if trial.is_first:
+            if not trial.is_first:
+                self._refuse(str(error))
+            elif trial.was_killed and self._comparisons < _MOST_DEATHS:
+                _LOG.error("%s Another one starts.", error)
+                self._compare_digests()
+            else:
                 raise
-            self._refuse(str(error))
             return
         self._copy.close()
         self._copy = copy
