@@ -134,8 +134,8 @@ def test_a_plan_has_hot_rows_of_a_table_in_files_and_its_cache_is_not_asked_for_
         torch.cat([own.values() for own in module(ids).values()]).sum().backward()
         return module.cache_stats()["t"].ids, int(torch.isin(ids.values(), torch.tensor(hot)).sum())
 
-    asked = run_virtual_ranks(4, live)
-    assert sum(ids for ids, _ in asked) == 4 * SAMPLES * LENGTH - sum(found for _, found in asked)
+    counts = run_virtual_ranks(4, live)
+    assert sum(ids for ids, _ in counts) == 4 * SAMPLES * LENGTH - sum(found for _, found in counts)
 
 
 def test_tables_without_counted_rows_of_their_own_get_no_hot_rows() -> None:
