@@ -104,9 +104,7 @@ def test_ids_that_statistics_name_become_hot_rows_of_a_plan_in_a_file(tmp_path: 
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["named", "in order"])
-def test_a_plan_has_hot_rows_of_a_table_in_files_and_its_cache_is_not_asked_for_them(
-    tmp_path: Path, ordered: bool
-) -> None:
+def test_a_plan_has_hot_rows_of_a_table_in_files_which_its_cache_does_not_read(tmp_path: Path, ordered: bool) -> None:
     skew = Skew(ROWS, 1.3, ordered=ordered, hot=() if ordered else ORDER[:200].numpy())
     files: dict[str, Any] = {
         "compute_kernels": ["key_value"], "cache_params": CacheParams(load_factor=0.01),
