@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.cuts import even_pieces, row_cuts, sizes_of_shares
+from tilerec.planner.cost.cuts import RangesByFrequency, even_pieces, row_cuts, sizes_of_shares
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.option_amounts import OptionAmounts
@@ -577,6 +577,15 @@ def test_ordered_ids_get_uneven_rows() -> None:
     uneven = problem.sharding(1, o, (), shares).tiling
     assert uneven is not None
     assert [t.r1 - t.r0 for t in uneven.tiles()] == [50_000, 25_000, 12_500, 12_500]
+
+
+def test_cuts_of_some_tables_in_frequency_order_are_those_of_all_of_them() -> None:
+    works = [TableWork(f"t{i}", 1000 + i, 16, skew=Skew(500 + i, 0.6 + i / 4, ordered=True)) for i in range(4)]
+    model, which = Model(Workload(works), Topology(8, "cpu")), np.array([0, 1, 3, 4])
+    ranges = RangesByFrequency(model, np.arange(4))
+    for some in (np.array([1, 3]), np.arange(4), np.array([2])):
+        alone = RangesByFrequency(model, some)
+        assert ranges.cuts(some, 4, 0.0, which).tolist() == alone.cuts(some, 4, 0.0, which).tolist()
 
 
 @pytest.mark.parametrize("pieces", [2, 5, 31])

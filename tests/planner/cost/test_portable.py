@@ -54,6 +54,17 @@ def test_exponentials_near_zero_are_as_good_as_is_said(x: float) -> None:
     assert float(exponential(x)) == pytest.approx(math.exp(x), rel=1e-12)
 
 
+def test_powers_with_exponents_of_few_bits_are_those_by_all_squares() -> None:
+    base, exponent = np.array([0.999, 0.5, 1.0 - 2.0**-30]), np.array([3 << 20, 1 << 20, 0])
+    expected = np.ones(3)
+    for bit in range(22):
+        square = base.copy()
+        for _ in range(bit):
+            square *= square
+        expected *= np.where(exponent >> bit & 1, square, 1.0)
+    assert power(base, exponent).tolist() == expected.tolist()
+
+
 def test_powers_of_whole_exponents_begin_at_one() -> None:
     assert power([0.0, 0.5, 3.0], 0).tolist() == [1.0, 1.0, 1.0]
     assert power(0.5, [1, 2, 3, 60]).tolist() == [0.5, 0.25, 0.125, 0.5**60]

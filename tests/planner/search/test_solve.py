@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tilerec.planner.search.bound import kinds_of
-from tilerec.planner.search.boxes import Boxes
+from tilerec.planner.search.boxes import Boxes, Choice
 from tilerec.planner.search.exact import enumerate_all
 from tilerec.planner.search.instance import Instance, Solution, Status, evaluate, fits
 from tilerec.planner.search.pack import Packing
@@ -199,6 +199,19 @@ def test_rows_are_poured_where_that_is_expected_to_be_better_however_dear_even_o
     packing = Packing(option, places, np.zeros((2, 1), np.int64))
     assert search._offer(packing, 70_000) < 70_500
     assert search.cost < 70_500
+
+
+@pytest.mark.parametrize(("large", "average", "in_vain"), [
+    (True, 1000, True), (True, 976, True), (True, 975, False), (True, 1001, False), (False, 1000, False),
+])  # fmt: skip
+def test_coarser_options_of_large_searches_are_packed_if_they_may_gain(
+    large: bool, average: int, in_vain: bool
+) -> None:
+    """The best plan costs 100 more than the average of its options; coarser ones have to save a quarter of that."""
+    search = _Search(middling(), 1, None)
+    search.large, search.average = large, 1000
+    search.best = replace(solve(search.instance, work=Work(1)), cost=1100)
+    assert search._in_vain(Choice(np.zeros(0, np.int64), average, average)) == in_vain
 
 
 def test_a_fixed_charge_turns_a_decision() -> None:

@@ -56,7 +56,9 @@ class Levels(NamedTuple):
 
     def knots_below(self, lines: Ints, wanted: Floats) -> Ints:
         """Return [n, m] the last knots at or below levels `wanted` [m] of some of the tables."""
-        inner = self.level[lines, 1:-1]
+        inner = self.level[:, 1:-1]
+        if len(lines) < len(inner):
+            inner = inner[lines]
         if len(lines) < len(wanted):
             return np.stack([np.searchsorted(own, wanted) for own in inner])
         return np.stack([(inner < each).sum(1, dtype=np.int16) for each in wanted.tolist()], axis=1)
@@ -72,6 +74,7 @@ class RangesByFrequency:
         self.model, self.tables = model, tables
         self._levels: dict[tuple[float, bytes, bytes], Levels] = {}
         self._once: dict[tuple[int, float], bytes] = {}
+        self._cuts: dict[tuple[int, bytes], Ints] = {}
 
     def levels(self, tables: Ints, pieces: int, head: float) -> tuple[Levels, Ints]:
         """Return levels for so many pieces behind a head, and [n] the lines in them of some of the tables.
@@ -101,6 +104,15 @@ class RangesByFrequency:
         Args:
             tables: [n] some of these tables, ascending.
         """
+        if head or len(tables) == 1:
+            return self._computed_cuts(tables, pieces, head, which)
+        key = pieces, which.tobytes()
+        if key not in self._cuts:
+            # For all tables, as other options have the same ranges: those of a host, and each grid.
+            self._cuts[key] = self._computed_cuts(self.tables, pieces, head, which)
+        return self._cuts[key][np.searchsorted(self.tables, tables)]
+
+    def _computed_cuts(self, tables: Ints, pieces: int, head: float, which: Ints) -> Ints:
         levels, line = self.levels(tables, pieces, head)
         wanted = which / pieces
         at = levels.knots_below(line, wanted)

@@ -167,9 +167,9 @@ class OptionAmounts:
         if self.hosts == 1 and stage in NETWORK_STAGES:
             return 0
         whole = (np.minimum(np.maximum(seconds, 0.0), LARGEST_PS / PICO) * PICO).astype(np.int64)
-        to[t, o, self.stage(stage)] += whole
+        to[:, o, self.stage(stage)][t] += whole
         if at_home and stage in self.twins and to is not self.fixed:
-            to[t, o, self.twins[stage]] += np.where(self.unknown(o, t), 0, whole)
+            to[:, o, self.twins[stage]][t] += np.where(self.unknown(o, t), 0, whole)
         return int(whole.sum())
 
     def put_owner_bytes(

@@ -115,7 +115,7 @@ class PieceAmounts:
         if once.any():
             self.home_items = (self._least_present(None, 1)[0] if least else work.present(even)[0])[t]
         behind = 1.0 - head.reads
-        whole = [x[t] for x in work.present(behind, distinct, 1.0 - head.once)]
+        whole = [x[t] for x in self._behind(behind, distinct)]
         self.whole_P, self.whole_N = whole[:2]
         self.whole_payload = amounts.payload_of(t, 1.0, behind[t], *whole[1:])
         shorter = 1.0 - ROW_CHANGE
@@ -179,6 +179,12 @@ class PieceAmounts:
         P, N, lengths = (x[t] for x in work.present(reads, distinct, once))
         payload = amounts.payload_of(t, 1.0, reads[t], N, lengths)
         return Head(first, rows, reads, once, part, P, N, payload, work.present(reads)[0][t])
+
+    def _behind(self, reads: Floats, distinct: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return [T] bags, ids and lengths of a home in the rows behind heads, which have these `reads` [T]."""
+        if self.option.head or self.once.any():
+            return self.model.workload.present(reads, distinct, 1.0 - self.head.once)
+        return self.amounts.bags, self.amounts.ids, self.amounts.lengths
 
     def _ranges(self) -> Ranges:
         """Return the shares of the range with most of them; in a bound, the means of all ranges.

@@ -23,8 +23,10 @@ def power(base: Any, exponent: Any) -> Floats:
     """Return base ** exponent for whole exponents from 0, by squaring. `power(0.5, 3) == 0.125`."""
     base, left = np.broadcast_arrays(np.asarray(base, np.float64), np.asarray(exponent, np.int64))
     result, square = np.ones(base.shape), base.copy()
-    for bit in range(int(left.max(initial=0)).bit_length()):
-        result *= np.where(left & (1 << bit), square, 1.0)
+    used = int(np.bitwise_or.reduce(left, axis=None))
+    for bit in range(used.bit_length()):
+        if used >> bit & 1:  # batches of many ranks are multiples of large powers of two
+            result *= np.where(left & (1 << bit), square, 1.0)
         square *= square
     return result
 

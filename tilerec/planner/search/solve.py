@@ -64,6 +64,9 @@ GOOD_PART, MIDDLING_GOOD_PART, LARGE_GOOD_PART = 120, 40, 24
 NEAR_PART = 200  # exchanges end, and the bound is not raised, within 1 / NEAR_PART of the bound
 IDLE_ATTEMPTS = 8  # a pass ends after so many consecutive attempts that each gain less than 1 / GAIN_PART
 GAIN_PART = 2000
+# In large searches, coarser options are packed if they save more than 1 / COARSER_PART of the distance between the best
+# plan and the average of its options: larger pieces leave ranks less even.
+COARSER_PART = 4
 
 EXCHANGE_ROUNDS = 32  # rounds of exchanges between ranks
 HOST_EXCHANGE_ROUNDS = 20  # rounds of exchanges between hosts
@@ -131,7 +134,8 @@ class _Search:
 
     best: the best plan so far; None before the first. bound: ps, a lower bound on the cost of every plan. seen: options
     that have been packed. found: the best plans, the cheapest first. starts: packings with their costs in ps, charges
-    included, from which `rebuild` starts. boxed: `Boxes` has been searched for options.
+    included, from which `rebuild` starts. boxed: `Boxes` has been searched for options. average: ps of the options of
+    the last plan that became the best one.
     """
 
     def __init__(self, instance: Instance, effort: int, work: Work | None, prove: bool = True) -> None:
@@ -145,7 +149,7 @@ class _Search:
         self.heads = LARGE_HEADS if self.large else MIDDLING_HEADS if self.middling else HEADS
         self.best: Solution | None = None
         self.boxed = False
-        self.bound = 0
+        self.bound = self.average = 0
         self.seen: set[bytes] = set()
         self.found: list[Solution] = []
         self.starts: list[tuple[int, Packing]] = []
@@ -206,11 +210,14 @@ class _Search:
         for head, divisible in LARGE_TIGHT_HEADS if tight else self.heads:
             packed, before = False, self.cost
             for choice in self._choices(wide, boxes, head, divisible, work):
-                if choice.option.tobytes() in self.seen or choice.average >= self.cost:
+                if choice.option.tobytes() in self.seen or choice.average >= self.cost or self._in_vain(choice):
                     packed = True
                     continue
                 self.seen.add(choice.option.tobytes())
+                cost = self.cost
                 packed = self._try(choice, work, divisible) or packed
+                if self.cost < cost:
+                    self.average = choice.average
                 if self.good:
                     return
             if packed and before < WORST:
@@ -220,6 +227,11 @@ class _Search:
         if self.starts and not self.good and not self.large:
             self._of_one_width(kinds, work)
             self._mix()
+
+    def _in_vain(self, choice: Choice) -> bool:
+        """Return True if options of a large search save too little beside those of the best plan."""
+        saved = self.average - choice.average
+        return self.large and 0 <= saved * COARSER_PART < self.cost - self.average
 
     def _of_one_width(self, kinds: Sequence[Kinds], work: Work) -> None:
         """Pack all tables on single ranks, then all on whole hosts.
