@@ -172,12 +172,17 @@ def test_hot_ids_are_looked_for_and_their_updated_rows_written_back() -> None:
 # ------------------------------------------------------------------------------------------------------------ options
 
 
+def places_of(option: Option) -> tuple[int, ...]:
+    return (1,) if option.way is Way.WHOLE else ()
+
+
 def arranged(problem: Problem, option: Option) -> tuple[float, float, float]:
     """The searched cost, the lower one and the price of one table under an option, in seconds."""
     o = np.array([problem.options.index(option)])
-    tiling = problem.sharding(0, int(o[0]), ()).tiling
+    tiling = problem.sharding(0, int(o[0]), places_of(option)).tiling
     assert tiling is not None
-    searched, lower = (evaluate(own, o, [()]).cost / 1e12 for own in (problem.instance, problem.lower))
+    places = [places_of(option)]
+    searched, lower = (evaluate(own, o, places).cost / 1e12 for own in (problem.instance, problem.lower))
     return searched, lower, price([tiling], problem.model).seconds
 
 
@@ -192,16 +197,20 @@ def arranged(problem: Problem, option: Option) -> tuple[float, float, float]:
 def test_an_arrangement_with_hot_ids_costs_its_price(work: TableWork, topology: Topology) -> None:
     problem = build([work], topology)
     with_head = [option for option in problem.options if option.head]
-    assert [option.head for option in with_head] == list(HEADS)
+    once = problem.model.sent_once(np.arange(len(work.reads)), 1.0).any()  # no hot ids beside whole tables
+    ways = [Way.ROWS] if once else [Way.ROWS, Way.WHOLE]
+    assert [(option.way, option.head) for option in with_head] == [(way, head) for way in ways for head in HEADS]
     for option in with_head:
         searched, lower, priced = arranged(problem, option)
         assert searched == pytest.approx(priced, rel=2e-5), option
         assert 0.8 * priced < lower <= priced * (1 + 2e-5), option
         o = np.array([problem.options.index(option)])
-        tiling: Any = problem.sharding(0, int(o[0]), ()).tiling
+        places = places_of(option)
+        tiling: Any = problem.sharding(0, int(o[0]), places).tiling
         held = price([tiling], problem.model).memory
-        assert np.all(evaluate(problem.lower, o, [()]).memory <= held * (1 + 3e-5))
-        assert np.all(evaluate(problem.instance, o, [()]).memory >= 0.98 * held.max(0)), option
+        assert np.all(evaluate(problem.lower, o, [places]).memory <= held * (1 + 3e-5)), option
+        most = held if places else held.max(0)
+        assert np.all(evaluate(problem.instance, o, [places]).memory >= 0.98 * most), option
 
 
 CACHED = {"t": Limits(on_device=False, cached=True)}
@@ -219,17 +228,19 @@ def test_an_arrangement_with_hot_ids_behind_a_cache_costs_its_price(
     problem = build([work], topology, CACHED)
     model = Model(Workload([dataclasses.replace(work, cached=True)]), topology)
     heads = [o for o, option in enumerate(problem.options) if option.head]
-    assert [problem.options[o].head for o in heads] == list(HEADS)
+    ways = [Way.ROWS] if skew else [Way.ROWS, Way.WHOLE]
+    assert [problem.options[o][::4] for o in heads] == [(way, head) for way in ways for head in HEADS]
     for o in heads:
-        sharding: Any = problem.sharding(0, o, ())
+        places = places_of(problem.options[o])
+        sharding: Any = problem.sharding(0, o, places)
         most = np.arange(ROWS) if skew else order(ROWS)
         assert sharding.hot == HotRows(most[: int(ROWS * problem.options[o].head)])
-        assert sharding.kind is ShardingType.ROW_WISE
+        assert sharding.kind is (ShardingType.TABLE_WISE if places else ShardingType.ROW_WISE)
         priced = price([sharding.tiling], model)
         held = priced.memory
-        searched, lower = (evaluate(own, np.array([o]), [()]) for own in (problem.instance, problem.lower))
+        searched, lower = (evaluate(own, np.array([o]), [places]) for own in (problem.instance, problem.lower))
         assert lower.cost / 1e12 <= priced.seconds * (1 + 2e-5)
-        assert np.all(searched.memory >= 0.98 * held.max(0))
+        assert np.all(searched.memory >= 0.98 * (held if places else held.max(0)))
         if skew:
             assert searched.cost / 1e12 >= 0.9 * priced.seconds
             assert np.all(lower.memory.sum(0) <= held.sum(0) * (1 + 1e-5) + 2 * topology.world_size)
@@ -269,15 +280,25 @@ def test_hot_ids_are_options_of_trained_tables_that_name_them() -> None:
     }  # fmt: skip
     problem = build(tables, Topology(4), limits)
     heads = {
-        work.name: [problem.options[o].head for o in there.nonzero()[0].tolist() if problem.options[o].head]
-        for work, there in zip(tables, problem.instance.there, strict=True)
-    }
-    assert heads == {
+        way: {
+            work.name: [option.head for option, own in zip(problem.options, there, strict=True)
+                        if own and option.head and option.way is way]
+            for work, there in zip(tables, problem.instance.there.tolist(), strict=True)
+        }
+        for way in (Way.ROWS, Way.WHOLE)
+    }  # fmt: skip
+    known = {
         "named": list(HEADS), "few": [0.0005, 0.002, 0.01], "frozen": [], "unnamed": [], "columns": [],
         "rows": list(HEADS), "cached": list(HEADS),
     }  # fmt: skip
+    assert heads == {Way.ROWS: known, Way.WHOLE: {**known, "rows": []}}
     assert {problem.options[o].cached for o in problem.instance.there[6].nonzero()[0].tolist()} == {True}
     o = problem.options.index(Option(Way.ROWS, 1, 4, head=0.01))
+    whole = problem.sharding(0, problem.options.index(Option(Way.WHOLE, 1, 1, head=0.01)), (2,))
+    assert whole.kind is ShardingType.TABLE_WISE
+    assert whole.hot == HotRows(order(ROWS, "named")[:200])
+    assert whole.tiling is not None
+    assert whole.tiling.bare == table_wise("t", ROWS, 64, [2], Topology(4))
     for t, count in ((0, 200), (1, 150)):
         sharding = problem.sharding(t, o, ())
         assert sharding.kind is ShardingType.ROW_WISE

@@ -13,7 +13,7 @@ from tilerec.errors import ConfigError
 from tilerec.planner.cost.cuts import even_pieces, heads_of
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.ways import Limits, Way, enumerate_options, is_of
-from tilerec.planner.search.instance import Bools
+from tilerec.planner.search.instance import Bools, Ints
 from tilerec.spec.plan import ShardingType
 
 
@@ -70,7 +70,10 @@ class Allowed:
             typed[t] = bool(limit.types)
             stored[True][t], stored[False][t] = limit.cached, limit.on_device
         there = np.zeros((tables, len(options)), np.bool_)
-        before = dict.fromkeys((False, True), np.zeros(tables, np.int64))  # hot ids of the smaller head, by `cached`
+        # Where repeated ids travel once, the owner of a whole table would decide otherwise than homes of its head.
+        once = work.per_table(self.model.sent_once(np.arange(len(work.bags)), 1.0).astype(np.float64)) > 0.0
+        beside_whole = ~work.ordered & ~once
+        before: dict[tuple[Way, bool], Ints] = {}  # hot ids of the smaller head
         for o, (way, k, width, cached, head) in enumerate(options):
             if way is Way.COLUMNS or way is Way.GRID:
                 there[:, o] = (work.dim % k == 0) & (work.dim // k >= least)
@@ -84,9 +87,12 @@ class Allowed:
             there[:, o] &= stored[cached]
             if head:  # fewer rows than one are no head; a table without an optimizer does not train beside hot rows
                 rows = heads_of(work, head, cached=cached)
-                fits = np.where(work.ordered, work.rows - rows >= self.ranks, work.attached & (rows > before[cached]))
-                there[:, o] = there[:, o] & (rows > 0) & fits
-                before[cached] = rows
+                named = work.attached & (rows > before.get((way, cached), 0))
+                first = work.rows - rows >= self.ranks
+                there[:, o] = there[:, o] & (rows > 0) & np.where(work.ordered, first, named)
+                if way is Way.WHOLE:
+                    there[:, o] &= beside_whole
+                before[way, cached] = rows
             if cached:  # without an attached optimizer, a gradient as large as the table would be on the device
                 there[:, o] &= work.attached
         for t, limit in self._limited():

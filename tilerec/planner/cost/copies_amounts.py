@@ -59,28 +59,32 @@ def add_copies(amounts: OptionAmounts, o: int, t: Ints) -> None:
 
 def add_head(amounts: OptionAmounts, model: Model, o: int, t: Ints, head: Head) -> None:
     """Add the amounts of copies of the head of tables t; the other rows have amounts of their own."""
-    _add_rows(amounts, model, o, t, head.first[t], head.rows[t], head.P, head.N, head.payload, head.items)
+    # Ranks without a piece of the table have a copy, too.
+    at_home = amounts.options[o].width == 1
+    _add_rows(amounts, model, o, t, head.first[t], head.rows[t], head.P, head.N, head.payload, head.items, at_home)
 
 
 def _add_rows(
     amounts: OptionAmounts, model: Model, o: int, t: Ints, first: Ints, rows: Ints, bags: Floats, ids: Floats,
-    payload: Floats, items: Floats,
+    payload: Floats, items: Floats, at_home: bool = False,
 ) -> None:  # fmt: skip
     """Add the amounts of copies of some rows.
 
     Args:
         model: with the heads of the tables. first, rows: [n] the first of the rows, and their number.
         bags, ids, payload: [n] of one home. items: bags, or ids of a sequence, to write there.
+        at_home: the copies are no part of a piece, whose ranks hold nothing but pieces of their own.
     """
+    seconds = amounts.home if at_home else amounts.cost
     work, ranks = model.workload, amounts.ranks
     rates, speeds = model.rates, model.speeds
     dim, element = work.dim[t].astype(np.float64), work.element[t]
     far = model.lookup_far(t, model.seen(1).between(t, first, first + rows))
     routed = rates.copied(2.0 * payload) + speeds.part * 2.0 * amounts.features[t]
-    amounts.put(amounts.cost, o, t, "ids", routed)
+    amounts.put(seconds, o, t, "ids", routed)
     lookup = rates.lookup(ids, far, bags, dim, element) + rates.copied(payload)
-    amounts.put(amounts.cost, o, t, "lookup", lookup)
-    amounts.put(amounts.cost, o, t, "gradients", items * (rates.at("place", dim) + rates.at("pick", dim)))
+    amounts.put(seconds, o, t, "lookup", lookup)
+    amounts.put(seconds, o, t, "gradients", items * (rates.at("place", dim) + rates.at("pick", dim)))
     every_rank = np.full(len(t), ranks)
     replicas = Replicas(model, Copied(t, first, first + rows, every_rank, dim, bags, ids))
     others = ranks - 1.0
@@ -93,12 +97,12 @@ def _add_rows(
     dense = rates.copied(3.0 * rows * dim * element) * ~work.attached[t]
     near, far_bytes = (bytes_sent * peers / others for peers in _peers(amounts))
     link = rates.exchanged(near, near)
-    amounts.put(amounts.cost, o, t, "update", update + dense + replicas.seconds + link)
-    amounts.put(amounts.cost, o, t, NETWORK_STAGES[3], rates.exchanged(far_bytes, far_bytes, network=True))
+    amounts.put(seconds, o, t, "update", update + dense + replicas.seconds + link)
+    amounts.put(seconds, o, t, NETWORK_STAGES[3], rates.exchanged(far_bytes, far_bytes, network=True))
     memory = model.weights(t, rows.astype(np.float64), dim)
     memory = memory + payload * (1 + model.depth) + bags * dim * work.wide + ids * KEY_BYTES
     memory = memory + 2.0 * (replicas.sent * others + replicas.reduced)
-    for to in (amounts.memory, amounts.least_memory):
+    for to in (amounts.home_memory,) if at_home else (amounts.memory, amounts.least_memory):
         to[t, o, model.tier] += np.floor(memory).astype(np.int64)
     for charge, forms in _CHARGES_OF_FORMS:
         amounts.use(charge, o, t, np.isin(replicas.form, forms))

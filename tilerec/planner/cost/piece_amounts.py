@@ -46,7 +46,8 @@ def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> Piece
     amounts.use("hosts", o, t, pieces.merge > 0.0)
     # Rows of repeated ids are written to all bags at once.
     added = amounts.work.per_table(np.where(pieces.once, 0.0, 1.0))[t] > 0.0
-    amounts.use("partly filled", o, t, (pieces.rows > 1) & added | amounts.part_filled[t])
+    in_parts = pieces.rows > 1 or option.head > 0.0
+    amounts.use("partly filled", o, t, in_parts & added | amounts.part_filled[t])
     return pieces
 
 
@@ -115,7 +116,8 @@ class PieceAmounts:
         if once.any():
             self.home_items = (self._least_present(None, 1)[0] if least else work.present(even)[0])[t]
         behind = 1.0 - head.reads
-        whole = [x[t] for x in self._behind(behind, distinct)]
+        every = [x[t] for x in self._behind(behind)]
+        whole = [x[t] for x in work.present(behind, distinct, 1.0 - head.once)] if once.any() else every
         self.whole_P, self.whole_N = whole[:2]
         self.whole_payload = amounts.payload_of(t, 1.0, behind[t], *whole[1:])
         shorter = 1.0 - ROW_CHANGE
@@ -124,8 +126,8 @@ class PieceAmounts:
         self.payload = amounts.payload_of(t, self.share, ranges.reads[t], self.N, lengths)
         self.home_payload = amounts.payload_of(t, self.share, even[t], self.home_N, home_lengths)
         alone = float(option.holders == 1)
-        self.more_P, self.more_N = alone * (amounts.bags[t] - self.P), alone * (amounts.ids[t] - self.N)
-        self.more_payload = alone * (amounts.payload[t] - self.payload)
+        self.more_P, self.more_N = alone * (every[0] - self.P), alone * (every[1] - self.N)
+        self.more_payload = alone * (amounts.payload_of(t, 1.0, behind[t], *every[1:]) - self.payload)
         self.distinct = model.all_distinct[t] * ranges.distinct[t]
         self.sums = sums_inside_hosts(model, on, self.parts, even, even_once, t, distinct, lower=lower)
         self.merge, self.direct = self.sums.merge, 1.0 - self.sums.merge
@@ -159,7 +161,7 @@ class PieceAmounts:
         own = amounts.sent_once(behind * (1.0 - 1.0 / holders))
         if holders == amounts.ranks:
             return own
-        others = amounts.sent_once(1.0)
+        others = amounts.sent_once(behind)
         return own | others if amounts.lower else others
 
     def _head(self, distinct: Floats) -> Head:
@@ -180,10 +182,10 @@ class PieceAmounts:
         payload = amounts.payload_of(t, 1.0, reads[t], N, lengths)
         return Head(first, rows, reads, once, part, P, N, payload, work.present(reads)[0][t])
 
-    def _behind(self, reads: Floats, distinct: Floats) -> tuple[Floats, Floats, Floats]:
+    def _behind(self, reads: Floats) -> tuple[Floats, Floats, Floats]:
         """Return [T] bags, ids and lengths of a home in the rows behind heads, which have these `reads` [T]."""
-        if self.option.head or self.once.any():
-            return self.model.workload.present(reads, distinct, 1.0 - self.head.once)
+        if self.option.head:
+            return self.model.workload.present(reads)
         return self.amounts.bags, self.amounts.ids, self.amounts.lengths
 
     def _ranges(self) -> Ranges:

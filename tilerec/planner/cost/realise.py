@@ -43,9 +43,11 @@ def sharding_of(
     if option.way is Way.COPIES:
         ranks = _everyone(topology.world_size)
         return _made(kind.DATA_PARALLEL, _one_tile(rows, dim, ranks), ranks, work)
+    ordered = model.workload.ordered[table]
+    hot = _hot_rows(model, table, option) if option.head and (option.cached or not ordered) else None
     if option.way is Way.WHOLE:
         ranks = tuple(places)
-        return _made(kind.TABLE_WISE, _one_tile(rows, dim, ranks), ranks, work)
+        return _beside(hot, topology.world_size, _made(kind.TABLE_WISE, _one_tile(rows, dim, ranks), ranks, work), work)
     if option.width == 1:
         ranks = tuple(places)
     elif len(places):
@@ -58,12 +60,11 @@ def sharding_of(
         ranks = tuple(sorted(ranks))
         found = kind.TABLE_COLUMN_WISE if one_host and len(set(ranks)) > 1 else kind.COLUMN_WISE
         return _made(found, column_wise(name, rows, dim, ranks, topology), ranks, work)
-    ordered = model.workload.ordered[table]
     if option.way is Way.GRID:
         if ordered:
             sizes = np.diff(row_cuts(model, np.array([table]), option.width, ranges=ranges)[0]).tolist()
         return _made(kind.GRID_SHARD, grid(name, rows, dim, ranks, topology, sizes=sizes), ranks, work)
-    if option.head and ordered and not option.cached:
+    if option.head and hot is None:
         edges = row_cuts(model, np.array([table]), len(ranks), option.head, ranges)[0].tolist()
         owners = (ranks, *((rank,) for rank in ranks))
         tiling = Tiling(rows, dim, (ColumnBlock(0, dim, (0, *edges), owners),))
@@ -82,15 +83,28 @@ def sharding_of(
         ranks, sizes = tuple(rank for rank, _ in kept), [size for _, size in kept]
         one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
     found = kind.TABLE_ROW_WISE if one_host and len(set(ranks)) > 1 else kind.ROW_WISE
-    if option.head:
-        assert work.skew is not None
-        rows_of_head = int(heads_of(model.workload, option.head, cached=option.cached)[table])
-        ids = HotRows(np.arange(rows_of_head) if ordered else np.array(work.skew.hot[:rows_of_head], np.int64))
-        tiling = row_wise(name, rows, dim, ranks, topology, sizes=sizes).with_hot(name, ids, topology.world_size)
-        return replace(_made(kind.ROW_WISE, tiling, ranks, work), hot=ids)
+    if hot is not None:
+        tiling = row_wise(name, rows, dim, ranks, topology, sizes=sizes)
+        return _beside(hot, topology.world_size, _made(kind.ROW_WISE, tiling, ranks, work), work)
     # Single ranges are priced as if no two of them shared a host, so hosts do not add their rows.
     apart = 1.0 if option.width == 1 and topology.host_count > 1 else None
     return _made(found, row_wise(name, rows, dim, ranks, topology, sizes=sizes), ranks, work, apart)
+
+
+def _hot_rows(model: Model, table: int, option: Option) -> HotRows:
+    """Return the head of a table as hot ids."""
+    work = model.workload.tables[table]
+    assert work.skew is not None
+    rows = int(heads_of(model.workload, option.head, cached=option.cached)[table])
+    return HotRows(np.arange(rows) if work.skew.ordered else np.array(work.skew.hot[:rows], np.int64))
+
+
+def _beside(hot: HotRows | None, ranks: int, made: ParameterSharding, work: TableWork) -> ParameterSharding:
+    """Return a sharding with copies of hot rows on every rank; None: no copies."""
+    if hot is None:
+        return made
+    assert made.tiling is not None
+    return replace(made, tiling=made.tiling.with_hot(work.name, hot, ranks), hot=hot)
 
 
 @lru_cache(maxsize=8)

@@ -6,9 +6,9 @@ Nouns
   pieces  column blocks, ranges of rows on single ranks, or hosts of a grid
   width   number of ranks that hold each piece: 1, those of a host, or all
   cached  rows and their state are in host memory, behind a cache on the device
-  head    copies of the rows that are read most, on every rank; ranges of rows over all ranks. Of a table in frequency
-          order these are its first rows, which no range has. Of other tables, and behind a cache, they are hot ids,
-          beside all rows
+  head    copies of the rows that are read most, on every rank; ranges of rows over all ranks, or a whole table. Of a
+          table in frequency order these are its first rows, which no range has. Of other tables, and behind a cache,
+          they are hot ids, beside all rows
   limits  the restrictions for one table
 """
 
@@ -106,7 +106,12 @@ def enumerate_options(
     behind = [option._replace(cached=True) for option in plain if option.way is not Way.COPIES]
     ranks = topology.world_size
     sizes = HEADS if heads and ranks > 1 else ()
-    with_head = [Option(Way.ROWS, 1, ranks, slow, size) for slow in (False, True)[: 1 + cached] for size in sizes]
+    with_head = [
+        Option(way, 1, width, slow, size)
+        for way, width in ((Way.ROWS, ranks), (Way.WHOLE, 1))
+        for slow in (False, True)[: 1 + cached]
+        for size in sizes
+    ]
     return (*plain, *(behind if cached else ()), *with_head)
 
 

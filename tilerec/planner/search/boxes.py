@@ -239,7 +239,7 @@ class Boxes:
                 constant -= ((price * resource.limit >> PRICE_BITS) + 1) << WEIGHT_BITS
         total = np.where(allowed, total, NEVER << 1)
         option = total.argmin(1)
-        return int(total[self.rows, option].sum()) + constant, option
+        return int(total.take(self._at_options(option)).sum()) + constant, option
 
     def _numbers(self, option: Ints) -> _Numbers:
         """Return the numbers of one option per table."""

@@ -185,7 +185,8 @@ class Relaxed:
         home = self.instance.ranks * self.instance.home
         if np.any(self.home_factor != 1 << FACTOR_BITS):
             home = home * self.home_factor >> FACTOR_BITS
-        return mass + home
+        mass += home
+        return mass
 
     @cached_property
     def least_home(self) -> Ints:
