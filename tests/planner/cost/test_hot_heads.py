@@ -173,7 +173,7 @@ def test_hot_ids_are_looked_for_and_their_updated_rows_written_back() -> None:
 
 
 def places_of(option: Option) -> tuple[int, ...]:
-    return (1,) if option.way is Way.WHOLE else ()
+    return {Way.WHOLE: (1,), Way.COLUMNS: tuple(range(option.pieces))}.get(option.way, ())
 
 
 def arranged(problem: Problem, option: Option) -> tuple[float, float, float]:
@@ -198,8 +198,9 @@ def test_an_arrangement_with_hot_ids_costs_its_price(work: TableWork, topology: 
     problem = build([work], topology)
     with_head = [option for option in problem.options if option.head]
     once = problem.model.sent_once(np.arange(len(work.reads)), 1.0).any()  # no hot ids beside whole tables
-    ways = [Way.ROWS] if once else [Way.ROWS, Way.WHOLE]
-    assert [(option.way, option.head) for option in with_head] == [(way, head) for way in ways for head in HEADS]
+    talks = bool(problem.model.workload.talks[0])
+    ways = [(Way.ROWS, 1)] if once else [(Way.ROWS, 1), (Way.WHOLE, 1), *[(Way.COLUMNS, 2)] * (not talks)]
+    assert [(*option[:2], option.head) for option in with_head] == [(*way, head) for way in ways for head in HEADS]
     for option in with_head:
         searched, lower, priced = arranged(problem, option)
         assert searched == pytest.approx(priced, rel=2e-5), option
@@ -228,14 +229,15 @@ def test_an_arrangement_with_hot_ids_behind_a_cache_costs_its_price(
     problem = build([work], topology, CACHED)
     model = Model(Workload([dataclasses.replace(work, cached=True)]), topology)
     heads = [o for o, option in enumerate(problem.options) if option.head]
-    ways = [Way.ROWS] if skew else [Way.ROWS, Way.WHOLE]
+    ways = [Way.ROWS] if skew else [Way.ROWS, Way.WHOLE, Way.COLUMNS]
     assert [problem.options[o][::4] for o in heads] == [(way, head) for way in ways for head in HEADS]
     for o in heads:
         places = places_of(problem.options[o])
         sharding: Any = problem.sharding(0, o, places)
         most = np.arange(ROWS) if skew else order(ROWS)
         assert sharding.hot == HotRows(most[: int(ROWS * problem.options[o].head)])
-        assert sharding.kind is (ShardingType.TABLE_WISE if places else ShardingType.ROW_WISE)
+        kinds = {Way.ROWS: {"row_wise"}, Way.WHOLE: {"table_wise"}, Way.COLUMNS: {"column_wise", "table_column_wise"}}
+        assert sharding.kind.value in kinds[problem.options[o].way]
         priced = price([sharding.tiling], model)
         held = priced.memory
         searched, lower = (evaluate(own, np.array([o]), [places]) for own in (problem.instance, problem.lower))
@@ -285,13 +287,15 @@ def test_hot_ids_are_options_of_trained_tables_that_name_them() -> None:
                         if own and option.head and option.way is way]
             for work, there in zip(tables, problem.instance.there.tolist(), strict=True)
         }
-        for way in (Way.ROWS, Way.WHOLE)
+        for way in (Way.ROWS, Way.WHOLE, Way.COLUMNS)
     }  # fmt: skip
     known = {
         "named": list(HEADS), "few": [0.0005, 0.002, 0.01], "frozen": [], "unnamed": [], "columns": [],
         "rows": list(HEADS), "cached": list(HEADS),
     }  # fmt: skip
-    assert heads == {Way.ROWS: known, Way.WHOLE: {**known, "rows": []}}
+    assert heads[Way.ROWS] == known
+    assert heads[Way.WHOLE] == {**known, "rows": []}
+    assert heads[Way.COLUMNS] == {**known, "rows": [], "columns": list(HEADS)}
     assert {problem.options[o].cached for o in problem.instance.there[6].nonzero()[0].tolist()} == {True}
     o = problem.options.index(Option(Way.ROWS, 1, 4, head=0.01))
     whole = problem.sharding(0, problem.options.index(Option(Way.WHOLE, 1, 1, head=0.01)), (2,))
@@ -321,6 +325,25 @@ def test_the_search_takes_hot_ids_where_every_id_travels_and_none_where_repeated
         saved = bytes_saved(works, tilings, HOSTS)
         bare = np.sum(list(price([t.bare for t in tilings], Model(Workload(works), HOSTS)).sent.values()), axis=0)
         assert (saved > 0.5 * bare.mean()) != distinct
+
+
+def test_hot_ids_beside_column_blocks_are_taken_where_copies_of_a_table_are_dear() -> None:
+    """Bags of 50 ids over slow links: all arrangements are tried, with those options and without them."""
+    works = [
+        table("t", Reads(2048, 50), named=1000, skew=Skew(ROWS, 0.8, hot=order(ROWS)[:1000]), wire=Wire(distinct=False)),
+        dataclasses.replace(
+            table("u", Reads(2048, 50), rows=2000, skew=Skew(2000, 1.3, hot=order(2000, "u")[:100])),
+            wire=Wire(distinct=False), dim=128, each_id=True,
+        ),
+    ]  # fmt: skip
+    problem = build(works, Topology(2, "cuda", intra_host_bw=1e4))
+    beside = [bool(option.head) and option.way is not Way.ROWS for option in problem.options]
+    found = solve(problem.instance)
+    assert [beside[o] for o in found.option.tolist()] == [True, False]
+    without = solve(dataclasses.replace(problem.instance, width=np.where(beside, 0, problem.instance.width)))
+    assert found.cost < 0.99 * without.cost
+    tilings: Any = [problem.sharding(t, int(o), found.places[t]).tiling for t, o in enumerate(found.option)]
+    assert price(tilings, problem.model).seconds == pytest.approx(found.cost / 1e12, rel=1e-4)
 
 
 def test_hot_ids_that_do_not_fit_are_not_taken() -> None:

@@ -367,7 +367,7 @@ class PieceAmounts:
         dense = rates.copied(rows * self.width * self.element) * ~work.attached[t]
         # A step writes no hot row to a table behind a cache.
         hot = model.all_distinct[t] * self.head.distinct[t] * (self.hot_rows[t] > 0) * (not self.option.cached)
-        amounts.put(amounts.cost, o, t, "update", update + dense + model.write_back(t, hot / self.rows))
+        amounts.put(amounts.cost, o, t, "update", update + dense + model.write_back(t, hot / self.parts))
         bags = rates.at("update_bag", self.width)
         amounts.put(amounts.fixed, o, t, "update", self.kept * ranks * self.P * bags)
 

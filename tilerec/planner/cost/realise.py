@@ -59,7 +59,8 @@ def sharding_of(
         # Blocks on one rank become neighbours, and `column_wise` merges them into one tile.
         ranks = tuple(sorted(ranks))
         found = kind.TABLE_COLUMN_WISE if one_host and len(set(ranks)) > 1 else kind.COLUMN_WISE
-        return _made(found, column_wise(name, rows, dim, ranks, topology), ranks, work)
+        blocks = column_wise(name, rows, dim, ranks, topology)
+        return _beside(hot, topology.world_size, _made(found, blocks, ranks, work), work)
     if option.way is Way.GRID:
         if ordered:
             sizes = np.diff(row_cuts(model, np.array([table]), option.width, ranges=ranges)[0]).tolist()
