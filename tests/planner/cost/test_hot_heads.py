@@ -330,7 +330,7 @@ def test_the_search_takes_hot_ids_where_every_id_travels_and_none_where_repeated
 def test_hot_ids_beside_column_blocks_are_taken_where_copies_of_a_table_are_dear() -> None:
     """Bags of 50 ids over slow links: all arrangements are tried, with those options and without them."""
     works = [
-        table("t", Reads(2048, 50), named=1000, skew=Skew(ROWS, 0.8, hot=order(ROWS)[:1000]), wire=Wire(distinct=False)),
+        table("t", Reads(2048, 50), skew=Skew(ROWS, 0.8, hot=order(ROWS)[:1000]), wire=Wire(distinct=False)),
         dataclasses.replace(
             table("u", Reads(2048, 50), rows=2000, skew=Skew(2000, 1.3, hot=order(2000, "u")[:100])),
             wire=Wire(distinct=False), dim=128, each_id=True,

@@ -84,6 +84,7 @@ class Model:
         self.to_host = 1.0 / (1000.0 * topology.hbm_to_ddr_mem_bw)  # seconds per byte between device and host
         self.file_row = FILE_ROW if self.speeds.file_row is None else self.speeds.file_row
         self._seen: dict[float, Seen] = {}
+        self._with_heads: dict[bytes, Model] = {}
         self.own_distinct = self.seen(1).whole
         self.all_distinct = self.seen(self.ranks).whole
         per_rank = _touched(workload, self.all_distinct) / self.ranks
@@ -96,15 +97,22 @@ class Model:
     def with_hot(self, hot: HotReads) -> Model:
         """Return this model for tables with heads."""
         found = copy(self)
-        found.workload, found._seen = self.workload.with_hot(hot), {}
+        found.workload, found._seen, found._with_heads = self.workload.with_hot(hot), {}, {}
         for derived in ("seen_by_feature", "missed"):
             vars(found).pop(derived, None)
         return found
 
+    def with_most_frequent(self, rows: Ints) -> Model:
+        """Return this model with heads of the `rows` [T] most frequent ids; one model for all options with them."""
+        key = rows.tobytes()
+        if key not in self._with_heads:
+            self._with_heads[key] = self.with_hot(HotReads.most_frequent(self.workload, rows))
+        return self._with_heads[key]
+
     def with_tables(self, tables: Sequence[TableWork]) -> Model:
         """Return this model for the same tables and reads under other shardings, which change no count of rows."""
         found = copy(self)
-        found.workload = self.workload.with_tables(tables)
+        found.workload, found._with_heads = self.workload.with_tables(tables), {}
         for derived in ("longest_range", "may_send_once", "missed"):
             vars(found).pop(derived, None)
         return found

@@ -17,7 +17,6 @@ import numpy as np
 from tilerec.planner.cost.copies_amounts import Head, add_head
 from tilerec.planner.cost.cuts import distinct_below, heads_of
 from tilerec.planner.cost.host_sums import sums_inside_hosts
-from tilerec.planner.cost.hot_reads import HotReads
 from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES
 from tilerec.planner.cost.option_amounts import OptionAmounts
 from tilerec.planner.cost.portable import Floats
@@ -83,12 +82,10 @@ class PieceAmounts:
 
     def __init__(self, amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
         self.amounts, self.o, self.t, self.option = amounts, o, t, option
-        rows_of_heads = self._head_rows()
-        self.hot_rows = hot = np.where(amounts.work.ordered & (not option.cached), 0, rows_of_heads)
-        self.cut_off = rows_of_heads - hot
-        self.model = model = (
-            amounts.model.with_hot(HotReads.most_frequent(amounts.work, hot)) if hot.any() else amounts.model
-        )
+        head_rows = heads_of(amounts.work, option.head, cached=option.cached)  # of all tables, as for other options
+        self.hot_rows = hot = np.where(amounts.work.ordered & (not option.cached), 0, head_rows)
+        self.cut_off = head_rows - hot
+        self.model = model = amounts.model.with_most_frequent(hot) if hot.any() else amounts.model
         work, lower = model.workload, amounts.lower
         way, k, on = option[:3]
         self.on, self.ranks = on, float(amounts.ranks)
@@ -140,13 +137,6 @@ class PieceAmounts:
             )
         if least and on > 1:
             self._count_least_sums(distinct)
-
-    def _head_rows(self) -> Ints:
-        """Return [T] the rows of the head of each table."""
-        found = np.zeros(len(self.amounts.work.names), np.int64)
-        if self.option.head:
-            found[self.t] = heads_of(self.amounts.work, self.option.head, cached=self.option.cached)[self.t]
-        return found
 
     def _sent_once(self) -> Bools:
         """Return [F] features whose ids homes send once each; owners aside, of a whole table.
