@@ -64,7 +64,7 @@ GOOD_PART, MIDDLING_GOOD_PART, LARGE_GOOD_PART = 120, 40, 24
 NEAR_PART = 200  # exchanges end, and the bound is not raised, within 1 / NEAR_PART of the bound
 IDLE_ATTEMPTS = 8  # a pass ends after so many consecutive attempts that each gain less than 1 / GAIN_PART
 GAIN_PART = 2000
-# In large searches, coarser options are packed if they save more than 1 / COARSER_PART of the distance between the best
+# A large search ends at coarser options, unless they save more than 1 / COARSER_PART of the distance between the best
 # plan and the average of its options: larger pieces leave ranks less even.
 COARSER_PART = 4
 
@@ -210,7 +210,9 @@ class _Search:
         for head, divisible in LARGE_TIGHT_HEADS if tight else self.heads:
             packed, before = False, self.cost
             for choice in self._choices(wide, boxes, head, divisible, work):
-                if choice.option.tobytes() in self.seen or choice.average >= self.cost or self._in_vain(choice):
+                if self._in_vain(choice):
+                    return
+                if choice.option.tobytes() in self.seen or choice.average >= self.cost:
                     packed = True
                     continue
                 self.seen.add(choice.option.tobytes())
