@@ -15,8 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+EARLY = "free_features_storage_early"
 PIPELINES = [
-    "TrainPipelineBase", "TrainPipelineSparseDistLite", "TrainPipelineSparseDist", "PrefetchTrainPipelineSparseDist"
+    "TrainPipelineBase", "TrainPipelineSparseDistLite", f"TrainPipelineSparseDistLite {EARLY}",
+    "TrainPipelineSparseDist", f"TrainPipelineSparseDist {EARLY}",
+    "PrefetchTrainPipelineSparseDist", f"PrefetchTrainPipelineSparseDist {EARLY}",
 ]  # fmt: skip
 
 
@@ -40,6 +43,7 @@ def main() -> None:
     sides = [("tilerec", sys.executable, name) for name in PIPELINES]
     if args.peer:
         sides.append(("torchrec", args.peer, "TrainPipelineSparseDist"))
+        sides.append(("torchrec", args.peer, f"TrainPipelineSparseDist {EARLY}"))
     print("| ranks | library | pipeline | most batches alive | moment |\n|---|---|---|---|---|")
     for ranks in map(int, args.ranks.split(",")):
         for library, python, name in sides:

@@ -117,6 +117,12 @@ class Model(nn.Module):
         return (logits - batch.labels).square().mean(), None
 
 
+def options_of(name: str) -> tuple[str, dict[str, Any]]:
+    """Return the class and the arguments of a pipeline: "Name" or "Name free_features_storage_early"."""
+    kind, *options = name.split()
+    return kind, dict.fromkeys(options, True)
+
+
 def tilerec_side(name: str) -> tuple[Any, Any, type]:
     """The pipeline `name` over tables sharded by rows, what marks its stages, and the class of its features."""
     import tilerec.pipelines as pipelines
@@ -133,7 +139,9 @@ def tilerec_side(name: str) -> tuple[Any, Any, type]:
     apply_optimizer_in_backward(SGD, tables.parameters(), {"lr": 0.1})
     model = Model(tables)
     shard(model, plan=row_wise(), mesh=ProcessGroupComms())
-    pipeline = getattr(pipelines, name)(model, torch.optim.SGD(model.over.parameters(), lr=0.1), torch.device("cpu"))
+    dense = torch.optim.SGD(model.over.parameters(), lr=0.1)
+    kind, options = options_of(name)
+    pipeline = getattr(pipelines, kind)(model, dense, torch.device("cpu"), **options)
     return pipeline, pipeline._pipeline, KeyedJaggedTensor
 
 
@@ -164,7 +172,8 @@ def torchrec_side(name: str) -> tuple[Any, Any, type]:
         model, ShardingEnv.from_process_group(dist.group.WORLD), cpu, ShardingPlan({"tables": plan}), [sharder]
     )
     dense = [parameter for key, parameter in wrapped.named_parameters() if "over" in key]
-    pipeline = getattr(pipelines, name)(wrapped, torch.optim.SGD(dense, lr=0.1), cpu)
+    kind, options = options_of(name)
+    pipeline = getattr(pipelines, kind)(wrapped, torch.optim.SGD(dense, lr=0.1), cpu, **options)
     return pipeline, None, torchrec.KeyedJaggedTensor
 
 

@@ -24,6 +24,9 @@ BARS = {
     "TrainPipelineSparseDistLite": (2.2, 3.5),
     "TrainPipelineSparseDist": (3.1, 4.0),
     "PrefetchTrainPipelineSparseDist": (3.1, 4.0),
+    "TrainPipelineSparseDistLite free_features_storage_early": (2.2, 3.0),
+    "TrainPipelineSparseDist free_features_storage_early": (3.1, 3.0),
+    "PrefetchTrainPipelineSparseDist free_features_storage_early": (3.1, 3.0),
 }
 """Batches alive at any moment, at most: on one rank, and on two."""
 

@@ -26,8 +26,19 @@ from tilerec.comms.group import Group
 from tilerec.errors import InputError
 from tilerec.modules.collection import TableCollection
 from tilerec.pipelines.batch_in_flight import BatchInFlight
-from tilerec.pipelines.batch_structure import Marks, Path, original_of, part_at, path_of, path_text, tensors_of
+from tilerec.pipelines.batch_structure import (
+    Marks,
+    Path,
+    mapped,
+    original_of,
+    part_at,
+    path_of,
+    path_text,
+    tensors_of,
+)
+from tilerec.pipelines.released_ids import ReleasedIds, without_ids
 from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.exchange import RouteInFlight
 from tilerec.sharding.header import header_sizes_of
 from tilerec.sharding.managed_collision import ShardedManagedCollisionEmbeddings
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -83,12 +94,16 @@ class RoutesAhead:
     All ranks learn the same routes in the same order, because their forwards make the same calls.
     """
 
-    def __init__(self, model: nn.Module, who: str, *, prefetches: bool = False, group: Group | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, who: str, *, prefetches: bool = False, group: Group | None = None,
+        releases_ids: bool = False,
+    ) -> None:  # fmt: skip
         """Args:
         prefetches: `prefetch` is called for every batch.
         group: the ranks that exchange the numbers of batches; a batch's first route over these ranks carries its own.
+        releases_ids: after `begin`, a batch holds no ids of the features whose routes have begun.
         """
-        self._group = group
+        self._group, self._releases_ids = group, releases_ids
         self._model, self._who, self._prefetches = model, who, prefetches
         self._unsharded: list[TableCollection] = []
         self._prefetched: list[tuple[TableCollection, Path]] = []
@@ -126,6 +141,23 @@ class RoutesAhead:
             if isinstance(features, KeyedJaggedTensor):  # otherwise the forward decides
                 begun.marks = Marks.of(tensors_of(features))
                 begun.flight = self._begun(learned.collection, batch, features, learned.options)
+        if self._releases_ids and batch.error is None:
+            self._release_ids(batch)
+
+    def _release_ids(self, batch: BatchInFlight) -> None:
+        """Replace the features of the batch's routes by equal ones without ids. The caller's batch stays as it is."""
+        sorted_ids = [begun for begun in batch.begun if isinstance(begun.flight, RouteInFlight)]
+        kept = {id(begun.features) for begun in batch.begun if _needs_ids(begun)}
+        without = {id(b.features): without_ids(b.features) for b in sorted_ids if id(b.features) not in kept}
+        released = [begun.features.values() for begun in sorted_ids if id(begun.features) in without]
+        for begun in sorted_ids:
+            features = without.get(id(begun.features))
+            if features is not None:
+                begun.features, begun.flight = features, begun.flight.over(features)
+                begun.marks = None if begun.marks is None else begun.marks.without(released)
+        if released:
+            batch.batch = mapped(batch.batch, lambda leaf: without.get(id(leaf), leaf))
+            batch.marks = None if batch.marks is None else batch.marks.without(released)
 
     def _carries(self, collection: Collection, batch: BatchInFlight) -> bool:
         """Return True if a route of this collection carries the batch's number to the other ranks."""
@@ -305,3 +337,13 @@ class RoutesAhead:
                 paths = [path_text(one.path) for one in self._learned if one.collection is collection]
                 found.append(RouteReport(name, tuple(paths), ahead, late, built))
         return found
+
+
+def _needs_ids(begun: _Begun) -> bool:
+    """Return True if features must keep their ids: managed collision maps them again, or the output contains them."""
+    features, collection = begun.features, begun.learned.collection
+    return (
+        not isinstance(begun.flight, RouteInFlight)
+        or isinstance(features.values(), ReleasedIds)
+        or bool(getattr(collection, "_need_indices", False))
+    )

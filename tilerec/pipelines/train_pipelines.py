@@ -36,8 +36,7 @@ _WITHOUT_EFFECT = {
     "pipeline_postproc": "a model is not traced; features that it builds itself are routed in its forward",
     "enqueue_batch_after_forward": "all stages run in one fixed order",
     "enable_inplace_copy_batch": "copies to the device are new tensors",
-    "free_features_storage_early": "a batch is released after its forward",
-    "clear_data_dist_inputs": "a batch is released after its forward",
+    "clear_data_dist_inputs": "a batch is released after its forward; free_features_storage_early frees ids earlier",
 }
 _ROUTES = {"finish_route", "route", "prefetch"}
 
@@ -60,6 +59,9 @@ class TrainPipeline:
         group: the ranks that train together; None: those of the model's wrapper or of its sharded collections.
         empty: a batch without samples, for ranks that have run out; None: derived from a batch.
         sync_interval: see `TrainStep`.
+        free_features_storage_early: release the ids of features once a route ahead of their step has sorted them. The
+            model gets features without ids, and an operator that reads these raises an `InputError`. The caller's
+            batch keeps its ids. Batches in flight cannot be routed again after a reshard.
 
     Attributes:
         last_origin: origin of the output that the last `progress` returned; None before the first.
@@ -73,9 +75,9 @@ class TrainPipeline:
     def __init__(
         self, model: nn.Module, optimizer: Any, device: torch.device | str, forward: ModelForward | None, *,
         accumulate: int = 1, even: bool = True, group: Group | None = None, empty: Any = None,
-        sync_interval: int | None = 1,
+        sync_interval: int | None = 1, free_features_storage_early: bool = False,
     ) -> None:  # fmt: skip
-        who = type(self).__name__
+        who, self._releases_ids = type(self).__name__, free_features_storage_early
         self._model, self._attached = model, True
         self._copy = DeviceCopy(torch.device(device))
         self._step = TrainStep(model, optimizer if self._train else None, forward, accumulate, sync_interval, who)
@@ -87,7 +89,9 @@ class TrainPipeline:
 
     def _routes_of(self, model: nn.Module) -> RoutesAhead:
         group = None if self._even is None else self._group
-        return RoutesAhead(model, type(self).__name__, prefetches=self._prefetch, group=group)
+        return RoutesAhead(
+            model, type(self).__name__, prefetches=self._prefetch, group=group, releases_ids=self._releases_ids
+        )
 
     def _stages(self) -> tuple[list[Stage], list[Stage]]:
         """Return the stages of one step before the next batch is read, and those after it."""
@@ -299,10 +303,12 @@ class TrainPipelineSparseDistLite(TrainPipeline):
             context_type=context_type not in (TrainPipelineContext, None),
             pipeline_postproc=pipeline_postproc,
             enable_inplace_copy_batch=enable_inplace_copy_batch,
-            free_features_storage_early=free_features_storage_early,
             clear_data_dist_inputs=clear_data_dist_inputs,
         )
-        super().__init__(model, optimizer, device, custom_model_fwd, **options)
+        super().__init__(
+            model, optimizer, device, custom_model_fwd, free_features_storage_early=free_features_storage_early,
+            **options,
+        )  # fmt: skip
 
 
 class TrainPipelineSparseDist(TrainPipeline):
@@ -330,11 +336,11 @@ class TrainPipelineSparseDist(TrainPipeline):
             pipeline_postproc=pipeline_postproc,
             enqueue_batch_after_forward=enqueue_batch_after_forward,
             enable_inplace_copy_batch=enable_inplace_copy_batch,
-            free_features_storage_early=free_features_storage_early,
             clear_data_dist_inputs=clear_data_dist_inputs,
         )
         super().__init__(
-            model, optimizer, device, custom_model_fwd, sync_interval=dmp_collection_sync_interval_batches, **options
+            model, optimizer, device, custom_model_fwd, sync_interval=dmp_collection_sync_interval_batches,
+            free_features_storage_early=free_features_storage_early, **options,
         )  # fmt: skip
 
 

@@ -95,10 +95,10 @@ class ShardedCollection(TableCollection, TracedModule):
         stages = self.exchange.stages(leaves.accum_dtype())
         try:
             batch, keys = self._batch(features, leaves)
+            if self.exchange.distinct is not None:
+                batch = self.exchange.distinct(batch, keys)
         except Exception as error:
             return self.begin_refused(error, note)
-        if self.exchange.distinct is not None:
-            batch = self.exchange.distinct(batch, keys)
         begun = stages.router.begin(batch, keys, note)
         return RouteInFlight(features, begun, stages, batch.weights, self._divisors(features))
 

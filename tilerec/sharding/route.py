@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -222,6 +222,8 @@ class Router:
         flags |= batch.facts.digest() << FLAG_BITS
         marks = self._merged_bags.mark(slots, summary[1:].view(-1, 2), batch.bags)
         headers = self._post_headers(flags, summary, marks.sizes_M, note)
+        if batch.ids.is_cpu:  # its errors have been raised; only errors of a GPU are looked up in the ids by `finish`
+            batch = replace(batch, ids=batch.ids.new_empty(0))
         return BegunRoute(headers=headers, home=_HomeBatch(batch, weights, keys, flags, sorted_ids, marks))
 
     def finish(self, begun: BegunRoute) -> Routed:

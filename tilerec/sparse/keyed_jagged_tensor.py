@@ -456,6 +456,11 @@ def _made(parts: Parts) -> KeyedJaggedTensor:
     return kjt
 
 
+def with_values(kjt: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
+    """Return the batch with other values, as many as it has."""
+    return _made(kjt._parts._replace(values=values))
+
+
 def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
     """Return True if two tensors have equal keys in order, batch sizes, ids, weights and inverse indices.
 
