@@ -25,11 +25,13 @@ from tests.pipelines.test_models import Pair as NestedBatch
 from tests.pipelines.test_tables import Managed
 from tests.sharding.managed_models import local_batch, sizes_of
 from tilerec.comms.group import Group
+from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel import reshard
+from tilerec.parallel.compiled_model import compile_model
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.shard import shard
 from tilerec.pipelines import (
@@ -44,7 +46,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from tilerec.testing import random_batch, run_virtual_ranks
+from tilerec.testing import random_batch, run_ranks, run_virtual_ranks
 
 CPU = torch.device("cpu")
 ROUTING = [TrainPipelineSparseDistLite, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
@@ -71,15 +73,15 @@ def _compare(
     model.eval()
     with torch.no_grad():
         expected = [model(batch)[1] for batch in batches]
-    found = pipelined(
-        EvalPipelineSparseDist(model, None, CPU, free_features_storage_early=True, even=even), iter(batches)
-    )  # fmt: skip
+    pipeline = EvalPipelineSparseDist(model, None, CPU, free_features_storage_early=True, even=even)
+    found = pipelined(pipeline, iter(batches))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_tiling_has_the_bits_of_the_plain_loop_and_reads_the_callers_batches_again(kind: str) -> None:
-    run_virtual_ranks(2, _compare, kind, Clicks, lambda seed: batch_of(seed, 1 + seed % 3))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_tiling_has_the_bits_of_the_plain_loop_and_reads_the_callers_batches_again(ranks: int, kind: str) -> None:
+    run_virtual_ranks(ranks, _compare, kind, Clicks, lambda seed: batch_of(seed, 1 + seed % 3))
 
 
 def _nested(seed: int) -> NestedBatch:
@@ -184,6 +186,23 @@ def _managed(group: Group) -> None:
 
 def test_managed_ids_are_kept() -> None:
     run_virtual_ranks(2, _managed)
+
+
+def _compiled() -> None:
+    group = ProcessGroupComms()
+    batches = [batch_of(100 * group.rank + k, 3 + k % 2) for k in range(6)]
+    model = model_of(group)
+    expected = plain_loop(model, dense_optimizer(model), iter(batches))
+    model = model_of(group)
+    compiled = compile_model(model, backend="aot_eager")
+    pipeline = TrainPipelineSparseDist(compiled, dense_optimizer(model), CPU, free_features_storage_early=True)
+    found = pipelined(pipeline, iter(batches))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert pipeline.report()[0].ahead == 5
+
+
+def test_compiled_models_keep_their_ids() -> None:
+    run_ranks(2, _compiled)
 
 
 class Reading(Clicks):

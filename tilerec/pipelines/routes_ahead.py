@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, final
 
 from torch import nn
@@ -53,6 +53,7 @@ class LearnedRoute:
     collection: Collection
     path: Path
     options: tuple[Any, ...]  # further arguments of the collection's forward
+    rebuilt: bool = False  # the call passes the features' tensors in another object, as a compiled program does
 
 
 @dataclass(frozen=True)
@@ -146,18 +147,18 @@ class RoutesAhead:
 
     def _release_ids(self, batch: BatchInFlight) -> None:
         """Replace the features of the batch's routes by equal ones without ids. The caller's batch stays as it is."""
-        sorted_ids = [begun for begun in batch.begun if isinstance(begun.flight, RouteInFlight)]
         kept = {id(begun.features) for begun in batch.begun if _needs_ids(begun)}
-        without = {id(b.features): without_ids(b.features) for b in sorted_ids if id(b.features) not in kept}
-        released = [begun.features.values() for begun in sorted_ids if id(begun.features) in without]
-        for begun in sorted_ids:
-            features = without.get(id(begun.features))
-            if features is not None:
-                begun.features, begun.flight = features, begun.flight.over(features)
-                begun.marks = None if begun.marks is None else begun.marks.without(released)
-        if released:
-            batch.batch = mapped(batch.batch, lambda leaf: without.get(id(leaf), leaf))
-            batch.marks = None if batch.marks is None else batch.marks.without(released)
+        routes = [begun for begun in batch.begun if id(begun.features) not in kept]
+        if not routes:
+            return
+        without = {id(begun.features): without_ids(begun.features) for begun in routes}
+        ids = [begun.features.values() for begun in routes]
+        for begun in routes:
+            begun.features = without[id(begun.features)]
+            begun.flight = replace(begun.flight, features=begun.features)
+            begun.marks = None if begun.marks is None else begun.marks.without(ids)
+        batch.batch = mapped(batch.batch, lambda leaf: without.get(id(leaf), leaf))
+        batch.marks = None if batch.marks is None else batch.marks.without(ids)
 
     def _carries(self, collection: Collection, batch: BatchInFlight) -> bool:
         """Return True if a route of this collection carries the batch's number to the other ranks."""
@@ -286,7 +287,7 @@ class RoutesAhead:
         self, batch: BatchInFlight, calls: list[LearnedRoute], collection: Collection, features: Any, options: Any
     ) -> Any:  # fmt: skip
         """Return the features as routed, or None."""
-        features = original_of(batch.batch, features)
+        given, features = features, original_of(batch.batch, features)
         waiting = batch.routed.get((id(collection), id(features)))
         if waiting and waiting[0].learned.options == options:
             begun = waiting.popleft()
@@ -304,7 +305,7 @@ class RoutesAhead:
         if path is None:
             self._counts[id(collection), "built"] += 1
         else:
-            calls.append(LearnedRoute(collection, path, options))
+            calls.append(LearnedRoute(collection, path, options, rebuilt=features is not given))
         return None
 
     def _learn(self, calls: list[LearnedRoute]) -> None:
@@ -340,10 +341,14 @@ class RoutesAhead:
 
 
 def _needs_ids(begun: _Begun) -> bool:
-    """Return True if features must keep their ids: managed collision maps them again, or the output contains them."""
-    features, collection = begun.features, begun.learned.collection
+    """Return True if features keep their ids after `begin`.
+
+    Managed collision maps them again, outputs contain them (`need_indices`), and graphs of compiled programs take them.
+    Features without ids, and those of a route that has not begun or has ended, stay as they are.
+    """
     return (
         not isinstance(begun.flight, RouteInFlight)
-        or isinstance(features.values(), ReleasedIds)
-        or bool(getattr(collection, "_need_indices", False))
+        or begun.learned.rebuilt
+        or isinstance(begun.features.values(), ReleasedIds)
+        or bool(getattr(begun.learned.collection, "_need_indices", False))
     )

@@ -60,8 +60,10 @@ class TrainPipeline:
         empty: a batch without samples, for ranks that have run out; None: derived from a batch.
         sync_interval: see `TrainStep`.
         free_features_storage_early: release the ids of features once a route ahead of their step has sorted them. The
-            model gets features without ids, and an operator that reads these raises an `InputError`. The caller's
-            batch keeps its ids. Batches in flight cannot be routed again after a reshard.
+            model gets features without ids, and an operator that reads these raises an `InputError`: one of the
+            model's own, of an unsharded collection, or of a sharded one whose first call comes while the batch is in
+            flight. The caller's batch keeps its ids. Batches in flight cannot be routed again after a reshard. Compiled
+            models keep their ids.
 
     Attributes:
         last_origin: origin of the output that the last `progress` returned; None before the first.

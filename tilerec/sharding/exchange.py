@@ -198,10 +198,6 @@ class RouteInFlight:
         if self.headers is not None:
             self.headers.wait()
 
-    def over(self, features: KeyedJaggedTensor) -> RouteInFlight:
-        """Return the route as one of `features`, which are equal except for the memory of their ids."""
-        return replace(self, features=features)
-
     def finish(self) -> RoutedFeatures:
         """Send the ids to the owners of their rows. Collective; see `ShardedCollection.route` for errors."""
         routed = self.stages.router.finish(self.begun)
