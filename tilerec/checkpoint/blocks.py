@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO, NamedTuple
 
+from tilerec.checksum import crc32
 from tilerec.errors import InputError
 
 BLOCK = 1 << 22  # bytes
@@ -60,7 +60,7 @@ class BlockWriter:
     def _hash(self, rest: memoryview) -> None:
         while len(rest):
             part = rest[: BLOCK - self._hashed % BLOCK]
-            self._crc = zlib.crc32(part, self._crc)
+            self._crc = crc32(part, self._crc)
             self._hashed += len(part)
             rest = rest[len(part) :]
             if self._hashed % BLOCK == 0:
@@ -219,7 +219,7 @@ class BlockReader:
     def _check(self, number: int, views: Sequence[memoryview]) -> None:
         crc = size = 0
         for view in views:
-            crc = zlib.crc32(view, crc)
+            crc = crc32(view, crc)
             size += len(view)
         if crc != self._crcs[number]:
             where = f"bytes {number * BLOCK:,} to {number * BLOCK + size:,}"

@@ -17,11 +17,11 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, final
 
+from tilerec.checksum import crc32
 from tilerec.errors import ConfigError, FileError
 from tilerec.export.archive import WEIGHTS, WEIGHTS_AT, Archive, check_parts, damaged, open_file, read_archive
 
@@ -148,7 +148,7 @@ def _copy(fd: int, source: int, size: int, weights: int) -> int:
         def add(start: int, stop: int) -> None:
             nonlocal crc
             with view[max(WEIGHTS_AT, start) : min(end, stop)] as part:
-                crc = zlib.crc32(part, crc)
+                crc = crc32(part, crc)
 
         with ThreadPoolExecutor(1, "checksum") as thread:
             while count := os.sendfile(fd, source, at, CHUNK_BYTES):  # 0 before the end: the file was cut short
