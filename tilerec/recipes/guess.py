@@ -410,7 +410,7 @@ def run_text(profile: DataProfile, path: str, guesses: list[Guess]) -> str:
         "data.columns.ids": "Ids: kind = single, list or sequence; columns with the same `table` share its rows.",
         "data.columns.tables": 'Tables of the ids. Hashed ids may share rows; ids = "managed" gives each its own.',
         "model": "dlrm needs dense features; dcn, mlp and linear (a baseline) take any columns: docs/models.md.",
-        "train": 'epochs, seed, device = "cuda", eval_every and more: see docs/training.md.',
+        "train": 'A second epoch often fits old rows and misses new ones. seed, device, eval_every and more: docs/training.md.',
         **_element_comments("labels", roles["label"]),
         **_element_comments("dense", roles["dense"]),
         **_element_comments("ids", roles["id"]),
@@ -435,7 +435,7 @@ def _train(profile: DataProfile) -> dict[str, Any]:
     batch_size = max(64, min(4096, 1 << round(math.log2(max(1, total / 400)))))
     return {
         "batch_size": batch_size,
-        "epochs": 1 if total >= 1_000_000 else 2,
+        "epochs": 1,
         "embedding_optimizer": {"kind": "RowWiseAdagrad", "lr": 0.05},
         "dense_optimizer": {"kind": "Adam", "lr": 0.001},
     }
