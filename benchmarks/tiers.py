@@ -147,8 +147,8 @@ def print_reads(table: Tensor, rows: int) -> None:
         torch.index_select(table, 0, chosen, out=lines[: len(chosen)])
 
     ways: dict[str, Callable[[Tensor], object]] = {
-        "read_rows_": lambda chosen: read(lines, places[: len(chosen)], chosen, number),
-        "write_rows_": lambda chosen: write(lines, places[: len(chosen)], chosen, number),
+        "read_rows_": lambda chosen: read([lines], places[: len(chosen)], chosen, number, ROW, 0),
+        "write_rows_": lambda chosen: write([lines], places[: len(chosen)], chosen, number, ROW, 0),
         "memory map": mapped,
     }
     print(

@@ -29,7 +29,7 @@ def file() -> Iterator[int]:
 
 def written(table: Tensor, file: int, op: Callable[[str], Callable[..., None]]) -> None:
     every = torch.arange(table.shape[0])
-    op("write_rows_")(table, every, every, file)
+    op("write_rows_")([table], every, every, file, table[:1].nbytes, 0)
 
 
 @pytest.mark.parametrize("width", [1, 3, 128, 1500])
@@ -43,14 +43,14 @@ def test_rows_and_lines_are_those_that_are_named(
     rows, at = torch.randperm(400)[:150].sort().values, torch.randperm(200)[:150]
     lines = torch.full((200, width), 7, dtype=dtype)
     expected = lines.index_copy(0, at, table[rows])
-    op("read_rows_")(lines, at, rows, file)
+    op("read_rows_")([lines], at, rows, file, table[:1].nbytes, 0)
     assert torch.equal(lines, expected)
 
     changed = torch.randint(0, 256, (200, width), dtype=torch.uint8).to(dtype)
-    op("write_rows_")(changed, at, rows, file)
+    op("write_rows_")([changed], at, rows, file, table[:1].nbytes, 0)
     table[rows] = changed[at]
     found = torch.empty_like(table)
-    op("read_rows_")(found, torch.arange(400), torch.arange(400), file)
+    op("read_rows_")([found], torch.arange(400), torch.arange(400), file, table[:1].nbytes, 0)
     assert torch.equal(found, table)
 
 
@@ -60,14 +60,14 @@ def test_runs_of_neighbouring_rows_are_longer_than_one_call(
     table = torch.randn(1000, 5)
     written(table, file, op)
     lines = torch.empty(1000, 5)
-    op("read_rows_")(lines, torch.arange(999, -1, -1), torch.arange(1000), file)
+    op("read_rows_")([lines], torch.arange(999, -1, -1), torch.arange(1000), file, 20, 0)
     assert torch.equal(lines.flip(0), table)
 
 
 def test_a_file_that_is_too_short_is_an_error(op: Callable[[str], Callable[..., None]], file: int) -> None:
     written(torch.randn(10, 4), file, op)
     with pytest.raises(OSError):
-        op("read_rows_")(torch.empty(2, 4), torch.tensor([0, 1]), torch.tensor([9, 10]), file)
+        op("read_rows_")([torch.empty(2, 4)], torch.tensor([0, 1]), torch.tensor([9, 10]), file, 16, 0)
 
 
 @pytest.mark.parametrize("name", ["read_rows_", "write_rows_"])
@@ -78,7 +78,7 @@ def test_the_ops_pass_torchs_own_checks(name: str) -> None:
 def test_a_closed_file_is_an_error(op: Callable[[str], Callable[..., None]]) -> None:
     for name in ("read_rows_", "write_rows_"):
         with pytest.raises(OSError):
-            op(name)(torch.empty(2, 4), torch.tensor([0]), torch.tensor([0]), 9999)
+            op(name)([torch.empty(2, 4)], torch.tensor([0]), torch.tensor([0]), 9999, 16, 0)
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_a_closed_file_is_an_error(op: Callable[[str], Callable[..., None]]) -> 
 )
 def test_memory_outside_of_the_lines_is_refused(file: int, lines: Tensor, at: Tensor, rows: Tensor) -> None:
     with pytest.raises(ConfigError, match="read_rows_: got"):
-        torch.ops.tilerec.read_rows_(lines, at, rows, file)
+        torch.ops.tilerec.read_rows_([lines], at, rows, file, lines[:1].nbytes, 0)

@@ -23,7 +23,7 @@ from tilerec.checkpoint.row_encoding import Form, RowEncoding
 from tilerec.checkpoint.row_snapshot import RowSnapshot
 from tilerec.comms.group import Group
 from tilerec.storage.file_rows import select_rows
-from tilerec.storage.row_file import fetch, release
+from tilerec.storage.row_file import bytes_between_rows, fetch, file_of, release
 from tilerec.storage.table_rows import TableRows
 
 
@@ -184,7 +184,7 @@ class PlannedSave:
         encoding: RowEncoding | None,
     ) -> Callable[[], Iterator[memoryview]]:  # fmt: skip
         """Return a function that yields the bytes of rows number `first` to `first + count`, of `rows_U` or of all."""
-        step = max(1, BLOCK // max(1, memory.nbytes // memory.shape[0]))
+        step = max(1, BLOCK // max(1, bytes_between_rows(memory)))
         if self._ahead:
             snapshot = self._snapshots.get(place.table)
             if snapshot is None:
@@ -237,7 +237,7 @@ class Leaves:
         self._of: dict[tuple[torch.device, int], list[tuple[Tensor, TableRows, int]]] = {}
         for table in tables:
             for k, tensor in enumerate(table.host()):
-                if tensor.numel() and tensor.is_contiguous():
+                if tensor.numel() and (tensor.is_contiguous() or file_of(tensor) is not None):
                     key = tensor.device, tensor.untyped_storage().data_ptr()
                     self._of.setdefault(key, []).append((tensor, table, k))
 
@@ -245,9 +245,10 @@ class Leaves:
         """Return the place of some memory; None if it shares none, or for a second tensor of it (a tied table)."""
         key = memory.device, memory.untyped_storage().data_ptr()
         for i, (tensor, table, k) in enumerate(self._of.get(key, ())):
-            row = tensor.nbytes // tensor.shape[0]
-            first, rest = divmod(memory.data_ptr() - tensor.data_ptr(), row)
-            whole = memory.is_contiguous() and memory.dim() and memory.nbytes == row * memory.shape[0]
+            row, step = tensor[:1].nbytes, bytes_between_rows(tensor)
+            first, rest = divmod(memory.data_ptr() - tensor.data_ptr(), step)
+            whole = memory.dim() and memory[0].is_contiguous() and memory[:1].nbytes == row
+            whole = whole and (memory.shape[0] == 1 or memory.stride(0) * memory.itemsize == step)
             if whole and not rest and first >= 0 and first + memory.shape[0] <= tensor.shape[0]:
                 del self._of[key][i]
                 return Place(table, k, first)

@@ -15,6 +15,7 @@ from tilerec.spec.table import AnyTableConfig
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.flat_storage import flat_memory, lay_flat
 from tilerec.storage.row_cache import RowCache
+from tilerec.storage.row_file import file_of
 from tilerec.storage.table_rows import TableRows, TilePosition, rows_of, stats_of
 from tilerec.torch_private import submodules
 
@@ -72,7 +73,7 @@ class Table(nn.Module):
                 f"Table '{self.config.name}': got a weight of shape {tuple(weight.shape)}; expected {want}, its "
                 "config's (num_embeddings, embedding_dim). Tie or assign a parameter of that shape."
             )
-        if not weight.is_contiguous():
+        if not weight.is_contiguous() and file_of(weight) is None:
             raise ConfigError(
                 f"Table '{self.config.name}': got a weight with strides {weight.stride()}; expected {(want[1], 1)} "
                 "(contiguous rows). Pass weight.contiguous()."
