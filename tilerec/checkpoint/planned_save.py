@@ -80,10 +80,12 @@ class PlannedSave:
         self._snapshots: dict[TableRows, RowSnapshot] = {}
         self._numbers: dict[tuple[Any, ...], Entry] = {}
         self.own: list[PlannedChunk | PlannedRows] = []
+        self._records: dict[str, tuple[TableRows, int]] = {}  # by key of an entry: its table in a file, first row
         try:
             for name, box in boxes:
                 memory = next(piece.memory for piece in pieces_of(name, tensors[name]) if piece.box == box)
                 self._plan(name, tuple(tensors[name].shape), box, memory)
+            self._put_records_together()
         except BaseException:
             self.close()
             raise
@@ -132,12 +134,23 @@ class PlannedSave:
         elif place.table in self._changed.rows and is_in_base:
             self._plan_rows(name, shape, box, memory, place, encoding)
         else:
-            for chunk in chunks_of(box, memory.dtype):
+            for chunk in chunks_of(box, memory.dtype, bytes_between_rows(memory)):
                 first = place.first + chunk.offsets[0] - box.offsets[0]
                 data = self._read(place, memory, first, chunk.sizes[0], None, encoding)
                 saved = chunk if encoding is None else encoding.box(chunk)
                 entry = Entry(key_of(name, form[1], saved), form[0], saved.sizes, data)
                 self.own.append(PlannedChunk(name, saved, entry))
+                if file_of(memory) is not None:
+                    self._records[entry.key] = place.table, first
+
+    def _put_records_together(self) -> None:
+        """Order chunks of the same records of a file one after the other, so that the disk reads their pages once."""
+        tables: dict[TableRows, int] = {}
+        order = []
+        for k, own in enumerate(self.own):
+            table, first = self._records.get(own.entry.key, (None, 0)) if isinstance(own, PlannedChunk) else (None, 0)
+            order.append((k if table is None else tables.setdefault(table, k), first, k))
+        self.own = [self.own[k] for _, _, k in sorted(order)]
 
     def _plan_listed(
         self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor, rows_U: Tensor,

@@ -14,9 +14,9 @@ from tilerec.ops.random.definition import table_key
 from tilerec.spec.table import AnyTableConfig
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.flat_storage import flat_memory, lay_flat
-from tilerec.storage.row_cache import RowCache
+from tilerec.storage.row_cache import RowCache, stats_of
 from tilerec.storage.row_file import file_of
-from tilerec.storage.table_rows import TableRows, TilePosition, rows_of, stats_of
+from tilerec.storage.table_rows import TableRows, TilePosition, rows_of
 from tilerec.torch_private import submodules
 
 
@@ -107,8 +107,8 @@ class Table(nn.Module):
 
     def cache_stats(self, reset: bool) -> CacheStats | None:
         """Return the statistics of the caches, None without a cache; `reset` zeroes them."""
-        rows = self._all_rows()
-        return stats_of(rows, reset) if any(own.cache is not None for own in rows) else None
+        caches = [rows.cache for rows in self._all_rows()]
+        return stats_of(caches, reset) if any(caches) else None
 
     def __getattr__(self, name: str) -> Any:
         # nn.Module resolves parameters here. A read of a leaf by its name writes the cached rows back first.

@@ -61,8 +61,8 @@ def tile_memory(
     """Return the memory of this rank's tiles, side by side in storages of one dtype and device.
 
     A large table has its own storage, so its memory is freed when it moves. Small tables share storages of a few MiB,
-    each of which is freed when all its tables have moved. Each tile of a table in files has a file, with room for its state. Copies of hot rows
-    of a table behind a cache are on the cache's device.
+    each of which is freed when all its tables have moved. Each tile of a table in files has a file, with room for its
+    state. Copies of hot rows of a table behind a cache are on the cache's device.
     """
     places: dict[str, dict[int, Tensor]] = {}
     shapes: dict[tuple[torch.dtype, torch.device, str], list[tuple[str, int, Tile]]] = {}

@@ -31,7 +31,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, final
 
 import torch
@@ -370,3 +370,15 @@ class RowCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         RowCache.__init__(self, state["name"], state["params"], state["device"], state["folder"])
         self._stats = state["stats"]
+
+
+def stats_of(caches: Iterable[RowCache | None], reset: bool) -> CacheStats:
+    """Return the summed statistics of the caches of a table's rows; `reset` zeroes them."""
+    total = CacheStats()
+    for cache in caches:
+        if cache is not None:
+            for field in fields(total):
+                setattr(total, field.name, getattr(total, field.name) + getattr(cache.stats, field.name))
+            if reset:
+                cache.stats = CacheStats()
+    return total

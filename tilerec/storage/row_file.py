@@ -131,7 +131,7 @@ def tensors_in_file(folder: str, rows: int, fields: Sequence[RowField], name: st
 
 
 def rows_in_file(folder: str, rows: int, fields: Sequence[RowField], name: str) -> Tensor:
-    """Return the tensor of the first field, with room for the others, which `in_records` makes. See `tensors_in_file`."""
+    """Return the tensor of the first field; `in_records` makes those of the others. See `tensors_in_file`."""
     tensor = tensors_in_file(folder, rows, fields, name)[0]
     file = file_of(tensor)
     if file is not None:

@@ -21,7 +21,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -35,7 +35,6 @@ from tilerec.ops.runtime.readback import on_arrival, poll, wait_all
 from tilerec.ops.runtime.upload import capturing
 from tilerec.ops.update.counts import advance, read_counts
 from tilerec.spec.optimizer import OptimizerSpec, Slot
-from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.located_batch import FeatureBatch, located
 from tilerec.storage.loss_scale import check_scale
 from tilerec.storage.prefetched_orders import PrefetchedOrders
@@ -440,15 +439,3 @@ def _beside(leaf: Tensor, slot: Slot, tensor: Tensor) -> Tensor:
     if leaf.device.type == "cpu" and leaf.is_shared():
         tensor.share_memory_()
     return tensor
-
-
-def stats_of(several: Sequence[TableRows], reset: bool) -> CacheStats:
-    """Return the summed statistics of the caches of a table's rows; `reset` zeroes them."""
-    total = CacheStats()
-    for rows in several:
-        if rows.cache is not None:
-            for field in fields(total):
-                setattr(total, field.name, getattr(total, field.name) + getattr(rows.cache.stats, field.name))
-            if reset:
-                rows.cache.stats = CacheStats()
-    return total

@@ -3,7 +3,7 @@
     file    record 0 | record 1 | …      of `size` bytes each; a record is the fields of one row, one after the other
     lines   one tensor `[L, ...]` per field, of any dtype, contiguous, on the CPU, in the order of the record
 
-Example: `size` 12, a row of two float32 and a number of its state. Byte 12 * r is the first of row r, and byte 12 * r + 8
+Example: `size` 12, a row of two float32 and a number of its state. Byte 12 * r is the first of row r, byte 12 * r + 8
 the first of its state. Lines `[L, 2]` and `[L]` with `start` 0 move both, lines `[L]` with `start` 8 the state alone.
 
 Legend: L lines, M rows that move.
