@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -52,6 +53,35 @@ def test_rows_and_lines_are_those_that_are_named(
     found = torch.empty_like(table)
     op("read_rows_")([found], torch.arange(400), torch.arange(400), file, table[:1].nbytes, 0)
     assert torch.equal(found, table)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_fields_of_a_record_move_together_or_alone(
+    op: Callable[[str], Callable[..., None]], file: int, padding: int
+) -> None:
+    torch.manual_seed(padding)
+    state, rows, size = torch.randn(300, 2), torch.randint(0, 256, (300, 3), dtype=torch.uint8), 11 + padding
+    every = torch.arange(300)
+    os.ftruncate(file, 300 * size)
+    op("write_rows_")([state, rows], every, every, file, size, 0)
+    wanted, at = torch.tensor([0, 1, 2, 7, 298, 299]), torch.tensor([5, 3, 1, 0, 2, 4])
+    lines = [torch.zeros(6, 2), torch.zeros(6, 3, dtype=torch.uint8)]
+    op("read_rows_")(lines, at, wanted, file, size, 0)
+    assert torch.equal(lines[0][at], state[wanted])
+    assert torch.equal(lines[1][at], rows[wanted])
+
+    changed = torch.randint(0, 256, (6, 3), dtype=torch.uint8)
+    op("write_rows_")([changed], at, wanted, file, size, 8)
+    op("read_rows_")(lines, at, wanted, file, size, 0)
+    assert torch.equal(lines[0][at], state[wanted])  # the other field is as it was
+    assert torch.equal(lines[1], changed)
+
+
+@pytest.mark.parametrize(("size", "start"), [(15, 0), (16, 1), (16, -1)])
+def test_fields_outside_of_a_record_are_refused(file: int, size: int, start: int) -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=r"read_rows_: got 1 fields of \[16\] bytes from byte .* of a record of"):
+        torch.ops.tilerec.read_rows_([torch.empty(2, 4)], none, none, file, size, start)
 
 
 def test_runs_of_neighbouring_rows_are_longer_than_one_call(

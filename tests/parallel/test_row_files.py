@@ -206,6 +206,20 @@ def test_an_export_gathers_the_rows_in_a_file(tmp_path: Path) -> None:
     run_virtual_ranks(2, run)
 
 
+def test_an_export_of_an_unsharded_table_copies_its_rows_into_a_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = Model()
+    apply_optimizer_in_backward(Adam(0.1), base.parameters())
+    other = copy.deepcopy(base)
+    cache_tables(other, 0.3, folder=tmp_path)
+    whole = whole_model(other)
+    assert whole is not None
+    assert all(files_of(whole))
+    for one, two in zip(base.parameters(), whole.parameters(), strict=True):
+        assert two.is_contiguous()
+        assert torch.equal(one, two)
+
+
 def saved_by_one(kind: str, filed: bool, folder: str, path: str, ahead: bool) -> list[torch.Tensor]:
     import torch.distributed as dist
 
