@@ -10,7 +10,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -330,6 +330,21 @@ def test_the_space_of_state_is_allocated_with_the_rows(tmp_path: Path, monkeypat
     assert sizes == [300 * 3 * 8 * 4]
 
 
+def test_state_that_begins_as_zeros_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[int] = []
+    blocks = row_file.row_blocks
+
+    def counted(tensor: Tensor) -> Iterator[Tensor]:
+        filled.append(tensor.dim())
+        return blocks(tensor)
+
+    monkeypatch.setattr(row_file, "row_blocks", counted)
+    one_table(Adam(0.1), tmp_path)
+    assert filled == []
+    one_table(RowWiseAdagrad(0.1, initial_accumulator_value=0.5), tmp_path)
+    assert filled == [1]
+
+
 def test_state_that_is_assigned_joins_its_rows(tmp_path: Path) -> None:
     module = one_table(Adam(0.1), tmp_path)
     view = CachedStateView(module.embedding_bags["a"].rows)
@@ -465,6 +480,7 @@ from tilerec import (
     EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, apply_optimizer_in_backward, cache_tables,
 )
 from tilerec.checkpoint import load, save
+from tilerec.optim.fused import FusedOptimizer
 from tilerec.spec.optimizer import RowWiseAdagrad
 
 def held():
@@ -484,14 +500,14 @@ def steps(module, rows):
 
 small = module(10000)
 steps(small, 10000)
-save(sys.argv[1] + "/small", {"model": small})
-load(sys.argv[1] + "/small", {"model": small})
+save(sys.argv[1] + "/small", {"model": small, "state": FusedOptimizer(small)})
+load(sys.argv[1] + "/small", {"model": small, "state": FusedOptimizer(small)})
 before = held()
 large = module(1 << 20)
 steps(large, 1 << 20)
 after = held()
-save(sys.argv[1] + "/large", {"model": large})
-load(sys.argv[1] + "/large", {"model": large})
+save(sys.argv[1] + "/large", {"model": large, "state": FusedOptimizer(large)})
+load(sys.argv[1] + "/large", {"model": large, "state": FusedOptimizer(large)})
 steps(large, 1 << 20)
 end = held()
 print(*(now[name] - before[name] for now in (after, end) for name in ("RssAnon", "RssFile", "VmHWM")))
