@@ -59,8 +59,12 @@ def fill_initial(out: Tensor, config: AnyTableConfig, key: Sequence[int], row_of
     if config.init_fn is None:
         low, high = config.get_weight_init_min(), config.get_weight_init_max()
         first = row_offset
+        scratch: Tensor | None = None
         for block in row_blocks(out):
-            here = block if block.is_contiguous() else torch.empty(block.shape, dtype=block.dtype)
+            here = block
+            if not block.is_contiguous():
+                scratch = torch.empty(block.shape, dtype=block.dtype) if scratch is None else scratch
+                here = scratch[: block.shape[0]]
             torch.ops.tilerec.random_fill_(here, key, first, column_offset, "uniform", low, high)
             if here is not block:
                 block.copy_(here)
