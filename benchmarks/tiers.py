@@ -1,6 +1,7 @@
 """Rows in files behind a cache: hit rates, rows per second from memory and from the disk, and resident memory.
 
-    python benchmarks/tiers.py [--folder DIR] [--gib 8] [--batch 16384] [--steps 60] [--parts disk,reads,training]
+    python benchmarks/tiers.py [--folder DIR] [--gib 8] [--batch 16384] [--steps 100] [--parts disk,reads,training]
+        [--optimizer rowwise_adagrad]
 
 The claims:
 
@@ -12,8 +13,8 @@ disk      the disk's own rate of reads at random: pread of one row at a time, by
           as the table. Cold: the file's pages were dropped (POSIX_FADV_DONTNEED). The host of a virtual machine may
           keep pages of its own, so "cold" is cold for this system only.
 reads     rows of a table in a file by `read_rows_` and `write_rows_`, and through its memory map, hot and cold.
-training  one table, pooled, row-wise Adagrad, one id per bag: hit rate of distinct rows, time of a step, and memory,
-          for caches of a 10th and a 100th of the table, Zipf and uniform ids.
+training  one table, pooled, one id per bag: hit rate of distinct rows, time of a step, and memory, for caches of a 10th
+          and a 100th of the table, Zipf and uniform ids.
 
 RssAnon is memory that only this process can free. RssFile is pages of files that it has mapped, its program's too; the
 system drops them when it needs memory. The page cache belongs to no process.
@@ -22,6 +23,7 @@ system drops them when it needs memory. The page cache belongs to no process.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import re
@@ -43,11 +45,16 @@ from tilerec import (
     cache_tables,
 )
 from tilerec.ops.runtime.cpu.library import status
-from tilerec.spec.optimizer import RowWiseAdagrad
+from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 from tilerec.storage.row_file import drop, file_of, release, row_blocks, tensor_in_file
 
 DIM, TURNS, TIMED = 128, 3, 15
 ROW = DIM * 4
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "sgd": SGD(lr=0.1),
+    "rowwise_adagrad": RowWiseAdagrad(lr=0.1),
+    "adam": Adam(lr=0.1),
+}
 
 
 def zipf(rows: int, count: int, generator: torch.Generator) -> Tensor:
@@ -147,8 +154,8 @@ def print_reads(table: Tensor, rows: int) -> None:
         torch.index_select(table, 0, chosen, out=lines[: len(chosen)])
 
     ways: dict[str, Callable[[Tensor], object]] = {
-        "read_rows_": lambda chosen: read(lines, places[: len(chosen)], chosen, number),
-        "write_rows_": lambda chosen: write(lines, places[: len(chosen)], chosen, number),
+        "read_rows_": lambda chosen: read([lines], places[: len(chosen)], chosen, number, ROW, 0),
+        "write_rows_": lambda chosen: write([lines], places[: len(chosen)], chosen, number, ROW, 0),
         "memory map": mapped,
     }
     print(
@@ -159,11 +166,11 @@ def print_reads(table: Tensor, rows: int) -> None:
         print(f"| {name} | {hot:,.0f} | {cold:,.0f} |", flush=True)
 
 
-def collection(rows: int) -> EmbeddingBagCollection:
+def collection(rows: int, optimizer: OptimizerSpec) -> EmbeddingBagCollection:
     tables = [EmbeddingBagConfig(rows, DIM, "table", feature_names=["f"])]
     torch.manual_seed(1)
     module = EmbeddingBagCollection(tables, device=torch.device("meta"))
-    apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), module.parameters())
+    apply_optimizer_in_backward(optimizer, module.parameters())
     return module
 
 
@@ -174,9 +181,9 @@ def step(module: EmbeddingBagCollection, ids: Tensor) -> Tensor:
     return out.detach()
 
 
-def check_bits(folder: str) -> None:
+def check_bits(folder: str, optimizer: OptimizerSpec) -> None:
     """Raise unless a table in files has the outputs, rows and state of one in memory."""
-    plain, filed = collection(20000), collection(20000)
+    plain, filed = collection(20000, optimizer), collection(20000, optimizer)
     plain.to_empty(device="cpu")
     cache_tables(filed, 0.01, folder=folder)
     generator = torch.Generator().manual_seed(3)
@@ -188,17 +195,19 @@ def check_bits(folder: str) -> None:
         assert torch.equal(a, b)
 
 
-def print_training(folder: str, gib: float, batch: int, steps: int) -> None:
-    check_bits(folder)
+def print_training(folder: str, gib: float, batch: int, steps: int, optimizer: OptimizerSpec) -> None:
+    check_bits(folder, optimizer)
     rows = int(gib * 2**30) // ROW
+    record = 4 * sum(math.prod(slot.shape(1, DIM)) for slot in optimizer.slots) + ROW
     print(
-        f"\ntraining: {rows:,} rows, {gib:g} GiB, {rows * 4 / 2**20:,.0f} MiB of state, {batch:,} ids a step; medians"
-        f" of {TIMED} steps after {steps:,}: rows that miss are in the page cache (hot), or none is (cold)\n"
+        f"\ntraining: {type(optimizer).__name__}, {rows:,} rows, {gib:g} GiB, {rows * (record - ROW) / 2**20:,.0f} MiB "
+        f"of state, {batch:,} ids a step; medians of {TIMED} steps after {steps:,}: rows that miss are in the page "
+        "cache (hot), or none is (cold)\n"
     )
     print("| cache | ids | hit rate | rows read a step | ms a step, hot | cold | RssAnon, MiB | cache | RssFile |")
     print("|---|---|---|---|---|---|---|---|---|")
     for part in (10, 100):
-        module = collection(rows)
+        module = collection(rows, optimizer)
         before = held()
         cache_tables(module, 1 / part, folder=folder)
         for law, ids_of in LAWS.items():
@@ -210,15 +219,14 @@ def print_training(folder: str, gib: float, batch: int, steps: int) -> None:
                     module.cache_stats(reset=True)
                 cold = turn >= steps + TIMED
                 if cold:
-                    for tensor in module.embedding_bags["table"].rows.host():
-                        drop(tensor)
+                    drop(module.embedding_bags["table"].rows.leaf)  # and its state, in the same records
                 start = time.perf_counter()
                 step(module, ids)
                 if turn >= steps:
                     times[cold].append(time.perf_counter() - start)
             stats, now = module.cache_stats()["table"], held()
             hot, dropped = (1000 * statistics.median(times[cold]) for cold in (False, True))
-            lines = rows / part * (ROW + 4 + 21) / 2**20 + rows * 4 / 2**20
+            lines = rows / part * (record + 21) / 2**20 + rows * 4 / 2**20
             print(
                 f"| 1/{part} | {law} | {stats.hit_rate:.1%} | {stats.misses / stats.requests:,.0f} | {hot:,.0f} | "
                 f"{dropped:,.0f} | {now['RssAnon'] - before['RssAnon']:,.0f} | {lines:,.0f} | "
@@ -237,6 +245,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=100, help="before the first that is timed")
     parser.add_argument("--parts", default="disk,reads,training")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad")
     own = parser.parse_args()
     torch.set_num_threads(1)
     folder, parts = own.folder or tempfile.gettempdir(), own.parts.split(",")
@@ -249,7 +258,7 @@ def main() -> None:
             if "reads" in parts:
                 print_reads(table, rows)
     if "training" in parts:
-        print_training(folder, own.gib, own.batch, own.steps)
+        print_training(folder, own.gib, own.batch, own.steps, OPTIMIZERS[own.optimizer])
 
 
 if __name__ == "__main__":

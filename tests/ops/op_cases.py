@@ -198,8 +198,8 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         "renew_rows_": lambda: (
             whole(1, -1), rand(3, 4), [rand(3), rand(3, 4)], 0, 0, [3, 4], 0.0, 1.0, [0.0, 0.5]
         ),
-        "read_rows_": lambda: (rand(2, 3), whole(1, 0), whole(0, 2), ROWS),
-        "write_rows_": lambda: (rand(2, 3), whole(1, 0), whole(0, 2), ROWS),
+        "read_rows_": lambda: ([rand(2, 2), rand(2)], whole(1, 0), whole(0, 2), ROWS, 12, 0),
+        "write_rows_": lambda: ([rand(2, 2), rand(2)], whole(1, 0), whole(0, 2), ROWS, 12, 0),
         "hot_ids": lambda: (
             *(whole(7, 3, 7, 0, 3, 9), whole(0, 2, 6), [1], [1]),
             *([whole(3, 7)], [finder_of(np.array([3, 7])).to(device)], [10], "f@t"),

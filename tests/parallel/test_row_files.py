@@ -30,7 +30,6 @@ from tilerec.comms.group import Group
 from tilerec.errors import CommsError, FileError
 from tilerec.export.whole_model import whole_model
 from tilerec.optim.fused import FusedOptimizer
-from tilerec.parallel import shard_job
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
 from tilerec.parallel.two_d.shard_2d import shard_2d
@@ -207,6 +206,20 @@ def test_an_export_gathers_the_rows_in_a_file(tmp_path: Path) -> None:
     run_virtual_ranks(2, run)
 
 
+def test_an_export_of_an_unsharded_table_copies_its_rows_into_a_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = Model()
+    apply_optimizer_in_backward(Adam(0.1), base.parameters())
+    other = copy.deepcopy(base)
+    cache_tables(other, 0.3, folder=tmp_path)
+    whole = whole_model(other)
+    assert whole is not None
+    assert all(files_of(whole))
+    for one, two in zip(base.parameters(), whole.parameters(), strict=True):
+        assert two.is_contiguous()
+        assert torch.equal(one, two)
+
+
 def saved_by_one(kind: str, filed: bool, folder: str, path: str, ahead: bool) -> list[torch.Tensor]:
     import torch.distributed as dist
 
@@ -258,21 +271,17 @@ def test_a_checkpoint_goes_into_and_out_of_files_under_another_tiling(
     assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("where", ["tensor_in_file", "space_held"])
-def test_a_disk_that_is_full_on_one_rank_changes_no_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_disk_that_is_full_on_one_rank_changes_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = Model()
     full: set[int] = set()
-    module = tile_memory if where == "tensor_in_file" else shard_job
-    made = getattr(module, where)
+    made = tile_memory.rows_in_file
 
     def failing(*args: Any) -> Any:
         if threading.get_ident() in full:
             raise failed_file(OSError(28, "No space left on device"), str(tmp_path), "a", 4800)
         return made(*args)
 
-    monkeypatch.setattr(module, where, failing)
+    monkeypatch.setattr(tile_memory, "rows_in_file", failing)
 
     def run(group: Group) -> None:
         if group.rank == 1:

@@ -61,7 +61,7 @@ def test_rows_in_files_take_no_host_memory_but_their_cache() -> None:
         assert (memory[0, 1] >= 100_000 * 64 * 4) == whole
 
 
-def test_the_price_of_a_row_is_that_of_each_of_its_tensors() -> None:
+def test_the_price_of_a_row_is_that_of_one_record() -> None:
     topology = Topology(1, "cpu")
     seconds = []
     for file_row in (None, FILE_ROW, 3 * FILE_ROW):
@@ -69,8 +69,8 @@ def test_the_price_of_a_row_is_that_of_each_of_its_tensors() -> None:
         request = plan_request({"a": 1_000_000}, replace(topology, speeds=speeds), {"a": in_files()})
         decision = decide(request)
         model: Model = decision.problem.model
-        tensors = 1 + len(request.tables[0].optimizer.slots)  # type: ignore[union-attr]
-        expected = model.missed[0] * 2 * tensors * (file_row or FILE_ROW)
+        record = 64 * 4 + 4  # a row, and the number that row-wise Adagrad has of it
+        expected = model.missed[0] * 2 * (1 + record / 12288) * (file_row or FILE_ROW)
         assert model.fetched(torch.tensor([0]).numpy(), model.missed[0], 64)[0] == pytest.approx(expected)
         seconds.append(decision.priced.cost_ps)
     assert seconds[0] == seconds[1] < seconds[2]

@@ -53,12 +53,16 @@ def key_of(name: str, shape: tuple[int, ...], box: Box) -> str:
     return f"{name}[{', '.join(spans)}]"
 
 
-def chunks_of(box: Box, dtype: torch.dtype) -> Iterator[Box]:
-    """Yield a box cut into chunks of whole rows of at most `CHUNK_BYTES`."""
+def chunks_of(box: Box, dtype: torch.dtype, row_bytes: int = 0) -> Iterator[Box]:
+    """Yield a box cut into chunks of whole rows of at most `CHUNK_BYTES`.
+
+    Args:
+        row_bytes: bytes that are read for a row; 0: those of the row.
+    """
     if not box.sizes or not box.cells:
         yield box
         return
-    step = max(1, CHUNK_BYTES // (box.cells // box.sizes[0] * dtype.itemsize))
+    step = max(1, CHUNK_BYTES // max(row_bytes, box.cells // box.sizes[0] * dtype.itemsize))
     for first in range(0, box.sizes[0], step):
         rows = min(step, box.sizes[0] - first)
         yield Box((box.offsets[0] + first, *box.offsets[1:]), (rows, *box.sizes[1:]))

@@ -23,7 +23,7 @@ from tilerec.checkpoint.row_encoding import Form, RowEncoding
 from tilerec.checkpoint.row_snapshot import RowSnapshot
 from tilerec.comms.group import Group
 from tilerec.storage.file_rows import select_rows
-from tilerec.storage.row_file import fetch, release
+from tilerec.storage.row_file import bytes_between_rows, fetch, file_of, release
 from tilerec.storage.table_rows import TableRows
 
 
@@ -80,10 +80,12 @@ class PlannedSave:
         self._snapshots: dict[TableRows, RowSnapshot] = {}
         self._numbers: dict[tuple[Any, ...], Entry] = {}
         self.own: list[PlannedChunk | PlannedRows] = []
+        self._records: dict[str, tuple[TableRows, int]] = {}  # by key of an entry: its table in a file, first row
         try:
             for name, box in boxes:
                 memory = next(piece.memory for piece in pieces_of(name, tensors[name]) if piece.box == box)
                 self._plan(name, tuple(tensors[name].shape), box, memory)
+            self._put_records_together()
         except BaseException:
             self.close()
             raise
@@ -132,12 +134,23 @@ class PlannedSave:
         elif place.table in self._changed.rows and is_in_base:
             self._plan_rows(name, shape, box, memory, place, encoding)
         else:
-            for chunk in chunks_of(box, memory.dtype):
+            for chunk in chunks_of(box, memory.dtype, bytes_between_rows(memory)):
                 first = place.first + chunk.offsets[0] - box.offsets[0]
                 data = self._read(place, memory, first, chunk.sizes[0], None, encoding)
                 saved = chunk if encoding is None else encoding.box(chunk)
                 entry = Entry(key_of(name, form[1], saved), form[0], saved.sizes, data)
                 self.own.append(PlannedChunk(name, saved, entry))
+                if file_of(memory) is not None:
+                    self._records[entry.key] = place.table, first
+
+    def _put_records_together(self) -> None:
+        """Order chunks of the same records of a file one after the other, so that the disk reads their pages once."""
+        tables: dict[TableRows, int] = {}
+        order = []
+        for k, own in enumerate(self.own):
+            table, first = self._records.get(own.entry.key, (None, 0)) if isinstance(own, PlannedChunk) else (None, 0)
+            order.append((k if table is None else tables.setdefault(table, k), first, k))
+        self.own = [self.own[k] for _, _, k in sorted(order)]
 
     def _plan_listed(
         self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor, rows_U: Tensor,
@@ -184,7 +197,7 @@ class PlannedSave:
         encoding: RowEncoding | None,
     ) -> Callable[[], Iterator[memoryview]]:  # fmt: skip
         """Return a function that yields the bytes of rows number `first` to `first + count`, of `rows_U` or of all."""
-        step = max(1, BLOCK // max(1, memory.nbytes // memory.shape[0]))
+        step = max(1, BLOCK // max(1, bytes_between_rows(memory)))
         if self._ahead:
             snapshot = self._snapshots.get(place.table)
             if snapshot is None:
@@ -237,7 +250,7 @@ class Leaves:
         self._of: dict[tuple[torch.device, int], list[tuple[Tensor, TableRows, int]]] = {}
         for table in tables:
             for k, tensor in enumerate(table.host()):
-                if tensor.numel() and tensor.is_contiguous():
+                if tensor.numel() and (tensor.is_contiguous() or file_of(tensor) is not None):
                     key = tensor.device, tensor.untyped_storage().data_ptr()
                     self._of.setdefault(key, []).append((tensor, table, k))
 
@@ -245,9 +258,10 @@ class Leaves:
         """Return the place of some memory; None if it shares none, or for a second tensor of it (a tied table)."""
         key = memory.device, memory.untyped_storage().data_ptr()
         for i, (tensor, table, k) in enumerate(self._of.get(key, ())):
-            row = tensor.nbytes // tensor.shape[0]
-            first, rest = divmod(memory.data_ptr() - tensor.data_ptr(), row)
-            whole = memory.is_contiguous() and memory.dim() and memory.nbytes == row * memory.shape[0]
+            row, step = tensor[:1].nbytes, bytes_between_rows(tensor)
+            first, rest = divmod(memory.data_ptr() - tensor.data_ptr(), step)
+            whole = memory.dim() and memory[0].is_contiguous() and memory[:1].nbytes == row
+            whole = whole and (memory.shape[0] == 1 or memory.stride(0) * memory.itemsize == step)
             if whole and not rest and first >= 0 and first + memory.shape[0] <= tensor.shape[0]:
                 del self._of[key][i]
                 return Place(table, k, first)

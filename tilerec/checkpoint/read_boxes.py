@@ -19,7 +19,7 @@ from tilerec.checkpoint.folder import CheckpointFolder
 from tilerec.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from tilerec.checkpoint.pieces import Box, Piece
 from tilerec.checkpoint.scratch_memory import DEFAULT_BUDGET, ScratchMemory, scratch_tensor
-from tilerec.storage.row_file import fetch, file_of, release
+from tilerec.storage.row_file import bytes_between_rows, copy_rows, fetch, file_of, release
 
 _DEFAULT = ScratchMemory.of(DEFAULT_BUDGET)
 
@@ -101,14 +101,14 @@ def _parts(start: int, chunk: Box, box: Box, place: Tensor, buffer: int) -> Iter
         for i in range(box.sizes[0]):
             yield from _parts(start + (first + i) * row, inner, part, place[i], buffer)
         return
-    step = max(1, buffer // row)
+    step = max(1, buffer // max(row, bytes_between_rows(place)))
     for low in range(0, box.sizes[0], step):
         count = min(step, box.sizes[0] - low)
         held = scratch_tensor((count, *chunk.sizes[1:]), dtype)
         columns = held
         for dim in range(1, len(box.sizes)):
             columns = columns.narrow(dim, box.offsets[dim] - chunk.offsets[dim], box.sizes[dim])
-        yield Part(start + (first + low) * row, _bytes(held), partial(place[low : low + count].copy_, columns))
+        yield Part(start + (first + low) * row, _bytes(held), partial(copy_rows, place[low : low + count], columns))
 
 
 def _bytes(memory: Tensor) -> memoryview:

@@ -196,7 +196,7 @@ class RowSnapshot:
 
 def row_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of each row, uint8 `[rows, bytes]`, a view."""
-    return tensor.reshape(tensor.shape[0], -1).view(torch.uint8)
+    return (tensor.unsqueeze(1) if tensor.dim() == 1 else tensor.flatten(1)).view(torch.uint8)
 
 
 def _on_host(values: Tensor) -> Bytes:

@@ -36,7 +36,7 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionEmbeddingBagCollection,
     ShardedManagedCollisionEmbeddingCollection,
 )
-from tilerec.sharding.rank_0_rows import all_rows_on_rank_0
+from tilerec.sharding.rank_0_rows import all_rows_on_rank_0, contiguous_rows
 from tilerec.sharding.table import ShardedTable
 from tilerec.torch_private import state_dict_pre_hooks, state_hooks, uncompiled
 
@@ -139,7 +139,7 @@ def _add_table(table: Table, memo: dict[int, Any], weights: dict[int, nn.Paramet
                 f"Table '{table.config.name}': got no memory (it is on meta); expected its rows. Load the model before "
                 "the export."
             )
-        weights[key] = nn.Parameter(_plain(found), requires_grad=False)
+        weights[key] = nn.Parameter(_plain(contiguous_rows(found)), requires_grad=False)
     config, whole = table.config, weights[key]
     shape = config.num_embeddings, config.embedding_dim
     plain = Table(config, torch.empty(shape, dtype=whole.dtype, device="meta"), table.seed)

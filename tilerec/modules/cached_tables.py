@@ -6,7 +6,7 @@ In a sharded model, the plan sets the cache: `ParameterSharding(compute_kernel="
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from tilerec.modules.table import Table
 from tilerec.spec.cache import CacheAlgorithm, CacheParams
 from tilerec.spec.key_value import KeyValueParams
 from tilerec.storage.row_cache import RowCache
-from tilerec.storage.row_file import file_of, into_file, tensor_in_file
+from tilerec.storage.row_file import file_of, in_records, rows_in_file
 from tilerec.storage.table_rows import TableRows
 
 
@@ -76,7 +76,7 @@ def uncache_tables(module: nn.Module) -> nn.Module:
             in_files = rows.cache is not None and cache.folder is not None
             rows.cache = rows.cache_beside = None
             if in_files:
-                _store(table, rows, Tensor.clone)
+                _store(table, rows, [tensor.clone() for tensor in rows.host()])
             if cache.device is not None:
                 table.to(cache.device)
     return module
@@ -135,22 +135,21 @@ def set_cache(
                 f"Table '{rows.name}': got a sharded table on meta; expected memory. Plan it with compute_kernel "
                 "'key_value'."
             )
-        memory = tensor_in_file(folder, tuple(leaf.shape), leaf.dtype, rows.name)
+        memory = rows_in_file(folder, leaf.shape[0], rows.fields(leaf.shape[1]), rows.name)
         table.weight = nn.Parameter(memory, requires_grad=leaf.requires_grad)  # makes the optimizer's state, too
         table.reset_parameters()
     elif folder is not None:
-        _store(table, rows, lambda tensor: into_file(tensor, folder, rows.name))
+        _store(table, rows, in_records(rows.host(), (), folder, rows.name) if leaf.numel() else rows.host())
     elif file_of(leaf) is not None:
-        _store(table, rows, Tensor.clone)
+        _store(table, rows, [tensor.clone() for tensor in rows.host()])
     rows.cache = RowCache(rows.name, params, device, folder)
 
 
 @torch.no_grad()
-def _store(table: Table, rows: TableRows, moved: Callable[[Tensor], Tensor]) -> None:
-    """Give rows and slots other memory; all of it is made before any is replaced."""
+def _store(table: Table, rows: TableRows, host: Sequence[Tensor]) -> None:
+    """Give rows and slots other memory, which has their values."""
     rows.about_to_write()
-    memory = moved(rows.leaf.detach())
-    slots = {slot.name: moved(rows.state[slot.name]) for slot in rows.spec.slots} if rows.spec is not None else {}
-    rows.leaf.data = memory
-    rows.state.update(slots)
+    rows.leaf.data = host[0]
+    names = [slot.name for slot in rows.spec.slots] if rows.spec is not None else []
+    rows.state.update(zip(names, host[1:], strict=True))
     table._bind()

@@ -23,7 +23,7 @@ from torch import Tensor
 from tilerec.errors import ConfigError
 from tilerec.ops.random.definition import block_seed
 from tilerec.spec.table import AnyTableConfig
-from tilerec.storage.row_file import fetch, release, row_blocks
+from tilerec.storage.row_file import copy_rows, fetch, release, row_blocks
 
 INIT_BLOCK = 1 << 20
 """Rows in one call of a user's `init_fn`: full width, the same blocks under every sharding."""
@@ -45,7 +45,7 @@ def fill_initial(out: Tensor, config: AnyTableConfig, key: Sequence[int], row_of
     """Write the initial values of a tile.
 
     Args:
-        out: `[rows, width]`, contiguous, of the table's data type; not written yet.
+        out: `[rows, width]`, contiguous or in a file, of the table's data type; not written yet.
         config: of the table.
         key: of the table.
         row_offset, column_offset: first row and column of the tile in the table.
@@ -53,13 +53,21 @@ def fill_initial(out: Tensor, config: AnyTableConfig, key: Sequence[int], row_of
     Raises:
         ConfigError: `init_fn` returned a tensor whose shape differs from its block's.
 
-    A block that the tile covers completely is filled in place. Other blocks are built in a temporary, one at a time.
+    A block that the tile covers completely, in contiguous memory, is filled in place. Other blocks are built in a
+    temporary, one at a time.
     """
     if config.init_fn is None:
         low, high = config.get_weight_init_min(), config.get_weight_init_max()
         first = row_offset
+        scratch: Tensor | None = None
         for block in row_blocks(out):
-            torch.ops.tilerec.random_fill_(block, key, first, column_offset, "uniform", low, high)
+            here = block
+            if not block.is_contiguous():
+                scratch = torch.empty(block.shape, dtype=block.dtype) if scratch is None else scratch
+                here = scratch[: block.shape[0]]
+            torch.ops.tilerec.random_fill_(here, key, first, column_offset, "uniform", low, high)
+            if here is not block:
+                block.copy_(here)
             first += block.shape[0]
         torch.autograd.graph.increment_version(out)  # the op writes outside of autograd
         return
@@ -71,15 +79,17 @@ def fill_initial(out: Tensor, config: AnyTableConfig, key: Sequence[int], row_of
             end = min(start + INIT_BLOCK, config.num_embeddings)
             first, last = max(start, row_offset), min(end, stop)
             here = out[first - row_offset : last - row_offset]
-            whole = here.shape == (end - start, config.embedding_dim) and here.dtype != _FP8
+            whole = here.shape == (end - start, config.embedding_dim) and here.dtype != _FP8 and here.is_contiguous()
             block = here if whole else _block(here, end - start, config)
-            fetch(here)
+            if whole:
+                fetch(here)
             block.zero_()  # the function may write only a part
             seed(block_seed(key, start // INIT_BLOCK))
             _call(config, block, start)
-            if not whole:
-                here.copy_(block[first - start : last - start, columns])
-            release(here)
+            if whole:
+                release(here)
+            else:
+                copy_rows(here, block[first - start : last - start, columns])
 
 
 @torch.no_grad()

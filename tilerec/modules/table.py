@@ -14,8 +14,9 @@ from tilerec.ops.random.definition import table_key
 from tilerec.spec.table import AnyTableConfig
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.flat_storage import flat_memory, lay_flat
-from tilerec.storage.row_cache import RowCache
-from tilerec.storage.table_rows import TableRows, TilePosition, rows_of, stats_of
+from tilerec.storage.row_cache import RowCache, stats_of
+from tilerec.storage.row_file import file_of
+from tilerec.storage.table_rows import TableRows, TilePosition, rows_of
 from tilerec.torch_private import submodules
 
 
@@ -72,7 +73,7 @@ class Table(nn.Module):
                 f"Table '{self.config.name}': got a weight of shape {tuple(weight.shape)}; expected {want}, its "
                 "config's (num_embeddings, embedding_dim). Tie or assign a parameter of that shape."
             )
-        if not weight.is_contiguous():
+        if not weight.is_contiguous() and file_of(weight) is None:
             raise ConfigError(
                 f"Table '{self.config.name}': got a weight with strides {weight.stride()}; expected {(want[1], 1)} "
                 "(contiguous rows). Pass weight.contiguous()."
@@ -106,8 +107,8 @@ class Table(nn.Module):
 
     def cache_stats(self, reset: bool) -> CacheStats | None:
         """Return the statistics of the caches, None without a cache; `reset` zeroes them."""
-        rows = self._all_rows()
-        return stats_of(rows, reset) if any(own.cache is not None for own in rows) else None
+        caches = [rows.cache for rows in self._all_rows()]
+        return stats_of(caches, reset) if any(caches) else None
 
     def __getattr__(self, name: str) -> Any:
         # nn.Module resolves parameters here. A read of a leaf by its name writes the cached rows back first.

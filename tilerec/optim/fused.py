@@ -38,6 +38,7 @@ class CachedStateView(MutableMapping[str, Any]):
         self.rows.settle()
         self.rows.about_to_write()
         self.rows.state[name] = value
+        self.rows.bind(self.rows.leaf)  # a row in a file and its state are one record
 
     def __delitem__(self, name: str) -> None:
         raise ConfigError(

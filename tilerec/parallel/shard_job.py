@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -21,10 +20,8 @@ from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sharding.shard_ids import IdRanks, shard_ids
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.tile_memory import has_pending_init, initialized_memory
-from tilerec.spec.tile import Tiling, rectangles
+from tilerec.spec.tile import Tiling
 from tilerec.storage.row_cache import RowCache
-from tilerec.storage.row_file import space_held
-from tilerec.storage.table_rows import slot_bytes
 
 
 @dataclass(frozen=True)
@@ -61,24 +58,14 @@ def shard_jobs(world: Group, jobs: Sequence[ShardJob]) -> None:
     drawn = [[table for table in job.ready.tables if has_pending_init(table)] for job in jobs]
     memory: dict[str, dict[str, list[Tensor]]] = {}
     seen: set[int] = set()  # tables handled so far: other collections may share their rows
-    # The files of slots are made once the tables change, so their space is held until every rank has its own.
-    with ExitStack() as space, on_all_ranks(world, "the sharded model", "its tables' initial values"):
+    with on_all_ranks(world, "the sharded model", "its tables' initial values"):
         for job in jobs:
             for path, part in job.ready.collections.items():
                 caches = _caches(job, path)
-                folders = {name: cache.folder for name, cache in caches.items() if cache.folder is not None}
-                if folders or any(map(has_pending_init, part._tables.values())):
+                in_files = any(cache.folder is not None for cache in caches.values())
+                if in_files or any(map(has_pending_init, part._tables.values())):
                     tilings, rank = _tilings(job, path), job.rows.rank
-                    new = {name: folders[name] for name in folders if id(part._tables[name].rows) not in seen}
                     memory[path] = initialized_memory(part, tilings, rank, job.device, seen, caches)
-                    for name, folder in new.items():
-                        rows = part._tables[name].rows
-                        size = sum(
-                            slot_bytes(rows, tile.rectangle.rows, tile.rectangle.width)
-                            for tile in rectangles(tilings[name])
-                            if rank in tile.owners
-                        )
-                        space.enter_context(space_held(folder, size, name))
                 seen.update(id(table.rows) for table in part._tables.values())
     with on_all_ranks(world, "the sharded model", "its tiles"):
         for job in jobs:

@@ -120,9 +120,8 @@ def write_all(head: TableRows, tile: TableRows) -> None:
     if begin == end:
         return
     rows, at = names_H[begin:end] - r0, torch.arange(end - begin, device=host)
-    for target, source in zip(tile.host(), head.host(), strict=True):
-        own = source[begin:end] if source.dim() == 1 else source[begin:end, first : first + width]
-        home_rows(target, host).write_from(own.to(host).contiguous(), at, rows)
+    parts = [own[begin:end] if own.dim() == 1 else own[begin:end, first : first + width] for own in head.host()]
+    home_rows(tile.host(), host).write_from([own.to(host).contiguous() for own in parts], at, rows)
 
 
 def indexable(rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of a sharded matrix, gathered on one rank in chunks, so that no other rank holds them."""
+"""Rows of a matrix on one rank: of a sharded one, gathered in chunks, so that no other rank holds them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilerec.sharding.logical import LogicalTensor
-from tilerec.storage.row_file import copy_rows, fetch, release, tensor_in_file
+from tilerec.storage.row_file import clone, copy_rows, fetch, release, tensor_in_file
 
 _CHUNK_BYTES = 1 << 26
 
@@ -69,3 +69,8 @@ def rows_on_rank_0(whole: LogicalTensor, first: int, last: int) -> Tensor | None
             place.copy_(received[rank][at : at + place.numel()].view(place.shape))
             at += place.numel()
     return out
+
+
+def contiguous_rows(rows: Tensor) -> Tensor:
+    """Return rows in contiguous memory: themselves, or a copy in a file of its own if state lies between them."""
+    return rows if rows.is_contiguous() else clone(rows)

@@ -106,7 +106,7 @@ def _like(
     """Return the rows of a new tile, with the training settings of the old ones."""
     rows, cache = TileRows.__new__(TileRows), old.cache or old.cache_beside
     own = {
-        **old.__getstate__(),
+        **old.settings(),
         "cache": cache if names is None else None,
         "cache_beside": cache if names is not None else None,
         "place": TilePosition(old.place.key, place.r0, place.c0),

@@ -17,7 +17,7 @@ from tilerec.sharding.table import ShardedTable, tiles_or_empty
 from tilerec.spec.tile import Tile, Tiling, rectangles
 from tilerec.storage.flat_storage import flat_memory
 from tilerec.storage.row_cache import RowCache
-from tilerec.storage.row_file import tensor_in_file
+from tilerec.storage.row_file import rows_in_file
 
 OWN_STORAGE_FROM_BYTES = 1 << 20
 """Minimum bytes of a rank's tiles of one table for a storage of their own."""
@@ -61,8 +61,8 @@ def tile_memory(
     """Return the memory of this rank's tiles, side by side in storages of one dtype and device.
 
     A large table has its own storage, so its memory is freed when it moves. Small tables share storages of a few MiB,
-    each of which is freed when all its tables have moved. Each tile of a table in files has a file. Copies of hot rows
-    of a table behind a cache are on the cache's device.
+    each of which is freed when all its tables have moved. Each tile of a table in files has a file, with room for its
+    state. Copies of hot rows of a table behind a cache are on the cache's device.
     """
     places: dict[str, dict[int, Tensor]] = {}
     shapes: dict[tuple[torch.dtype, torch.device, str], list[tuple[str, int, Tile]]] = {}
@@ -80,7 +80,8 @@ def tile_memory(
             if cache is not None:
                 where = torch.device("cpu") if cache.device is None or not is_head(tiling, tile) else cache.device
             if cache is not None and cache.folder is not None and not is_head(tiling, tile):
-                places[name][k] = tensor_in_file(cache.folder, _shape(tile), weight.dtype, name)
+                rows, dim = _shape(tile)
+                places[name][k] = rows_in_file(cache.folder, rows, table.rows.fields(dim), name)
             else:
                 by_device.setdefault(where, []).append((name, k, tile))
         for where, own in by_device.items():

@@ -53,7 +53,7 @@ class Speeds:
         origin: source of the numbers.
         fresh: seconds per byte of newly allocated memory at its first write. On virtual machines it is many times
             `copy`. None: equal to `copy`.
-        file_row: seconds to read one row of a tensor in a file from the disk, or to write it. None: 10 us.
+        file_row: seconds to read a row of 512 bytes in a file from the disk, or to write it. None: 10 us.
         hot_id: seconds to look for an id among the hot ids of its table. None: 8 ns.
 
     Raises:

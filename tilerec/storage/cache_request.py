@@ -252,8 +252,8 @@ def _move(
     tables: list[int] = []
     unreadable: list[int] = []  # tables whose rows the device cannot read
     for t, ask in enumerate(requests):
-        here = [view for view in [rows.here for rows in ask.made.host] if view is not None]
-        if len(here) < len(ask.made.lines):
+        here = ask.made.home.here
+        if here is None:
             unreadable.append(t)
             continue
         lines += ask.made.lines
@@ -276,15 +276,14 @@ def _move(
 
 def _write_back(made: CacheTensors, entries: Tensor) -> None:
     own = written_back(entries)
-    for lines, rows in zip(made.lines, made.host, strict=True):
-        rows.write_from(lines, own[Plan.LINE], own[Plan.LEAVES])
+    made.home.write_from(made.lines, own[Plan.LINE], own[Plan.LEAVES])
 
 
 def _load(made: CacheTensors, entries: Tensor) -> None:
     moved, loaded = moved_and_loaded(entries)
-    for lines, rows in zip(made.lines, made.host, strict=True):
+    for lines in made.lines:
         copy_rows(lines, moved[Plan.LINE], lines, moved[Plan.FROM])
-        rows.read_into(lines, loaded[Plan.LINE], loaded[Plan.ROW])
+    made.home.read_into(made.lines, loaded[Plan.LINE], loaded[Plan.ROW])
 
 
 def in_chunks(requests: Sequence[CacheRequest]) -> list[list[CacheRequest]]:

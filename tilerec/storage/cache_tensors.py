@@ -1,6 +1,6 @@
 """`CacheTensors`: the device memory of one cache, over the host tensors that it caches.
 
-host    the table, then its optimizer's slots `[rows, ...]`, in host memory or in files
+host    the table, then its optimizer's slots `[rows, ...]`, in host memory or in a file
 lines   the same tensors `[lines + 1, ...]` on the cache's device. The last line is all zeros: ids that are no rows
         read it
 """
@@ -20,7 +20,7 @@ from tilerec.storage.host_rows import HostRows
 class CacheTensors(NamedTuple):
     """The tensors of a cache over its current host tensors."""
 
-    host: list[HostRows | FileRows]
+    home: HostRows | FileRows  # the host tensors
     identity: tuple[Any, ...]  # `identity_of` the host tensors
     lines: list[Tensor]
     dirty_L: Tensor  # lines that were updated since their row was read or written back

@@ -1,6 +1,6 @@
-"""`HostRows`: the rows of one host tensor, read and written from a device.
+"""`HostRows`: the rows of host tensors, read and written from a device.
 
-On a GPU the tensor's memory is pinned, and a second tensor over the same bytes, labelled as a device tensor, gives
+On a GPU a tensor's memory is pinned, and a second tensor over the same bytes, labelled as a device tensor, gives
 kernels direct access. Kernels then read and write rows on demand, without waiting for the host.
 If the driver refuses to pin (a limit on locked memory), the host gathers rows and copies them, with a warning.
 """
@@ -11,6 +11,7 @@ import contextlib
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -24,40 +25,44 @@ _PIN_COUNTS: Counter[int] = Counter()
 
 @final
 class HostRows:
-    """Rows of one host tensor, accessible from a device.
+    """Rows of host tensors, accessible from a device.
 
     Args:
-        tensor: `[rows, D]` or `[rows]`, contiguous, in host memory (or on the device).
+        tensors: `[rows, ...]`, contiguous, in host memory (or on the device).
         device: the device that reads and writes the rows.
     """
 
-    def __init__(self, tensor: Tensor, device: torch.device) -> None:
-        self.tensor = tensor
-        self.device = device
-        self._here: Tensor | None = indexable(tensor)
-        if tensor.device.type != device.type:
-            self._here = _over_pinned(tensor, device, self)
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self.tensors, self.device = list(tensors), device
+        views = [
+            indexable(own) if own.device.type == device.type else _over_pinned(own, device, self) for own in tensors
+        ]
+        known = [view for view in views if view is not None]
+        self._here = known if len(known) == len(views) else None
 
     @property
-    def here(self) -> Tensor | None:
-        """The tensor's bytes as the device addresses them; None if the device has no access."""
+    def here(self) -> list[Tensor] | None:
+        """The tensors' bytes as the device addresses them; None if the device has no access."""
         return self._here
 
-    def read_into(self, lines: Tensor, at: Tensor, rows: Tensor) -> None:
-        """Copy table rows to lines: `lines[at] = tensor[rows]`."""
-        if self._here is not None:
-            indexable(lines).index_copy_(0, at, self._here.index_select(0, rows))
-        else:
-            found = indexable(self.tensor).index_select(0, rows.cpu()).pin_memory()
-            indexable(lines).index_copy_(0, at, found.to(self.device, non_blocking=True))
+    def read_into(self, lines: Sequence[Tensor], at: Tensor, rows: Tensor) -> None:
+        """Copy table rows to lines: `lines[k][at] = tensors[k][rows]`."""
+        for k, own in enumerate(lines):
+            if self._here is not None:
+                found = self._here[k].index_select(0, rows)
+            else:
+                found = indexable(self.tensors[k]).index_select(0, rows.cpu()).pin_memory()
+                found = found.to(self.device, non_blocking=True)
+            indexable(own).index_copy_(0, at, found)
 
-    def write_from(self, lines: Tensor, at: Tensor, rows: Tensor) -> None:
-        """Copy lines to table rows: `tensor[rows] = lines[at]`."""
-        values = indexable(lines).index_select(0, at)
-        if self._here is not None:
-            self._here.index_copy_(0, rows, values)
-        else:
-            indexable(self.tensor).index_copy_(0, rows.cpu(), values.cpu())
+    def write_from(self, lines: Sequence[Tensor], at: Tensor, rows: Tensor) -> None:
+        """Copy lines to table rows: `tensors[k][rows] = lines[k][at]`."""
+        for k, own in enumerate(lines):
+            values = indexable(own).index_select(0, at)
+            if self._here is not None:
+                self._here[k].index_copy_(0, rows, values)
+            else:
+                indexable(self.tensors[k]).index_copy_(0, rows.cpu(), values.cpu())
 
 
 class _DeviceView:

@@ -1,7 +1,7 @@
 """`RowCache`: device cache for the rows of a host table and their optimizer state.
 
 Nouns (more in `cache_sets.py`)
-  host    the table and the optimizer's slots: tensors `[rows, ...]` in host memory, or in files
+  host    the table and the optimizer's slots: tensors `[rows, ...]` in host memory, or in a file
   lines   the same tensors `[lines, ...]` on the cache's device: line l holds one row and all of its state
   dirty   a line that was updated since its row was read or written back
   batch   ids of one lookup: in flight from the request that loads its rows until its update (without an update: until
@@ -31,7 +31,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, final
 
 import torch
@@ -45,8 +45,6 @@ from tilerec.storage.cache_sets import CacheSets
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.cache_tensors import CacheTensors, bytes_per_row, identity_of
 from tilerec.storage.file_rows import home_rows
-from tilerec.storage.row_file import full_beside as full_beside
-from tilerec.storage.row_file import into_file
 
 WAYS = 32
 """Lines per set."""
@@ -154,10 +152,6 @@ class RowCache:
         self._stats.requests += 1
         self._stats.ids += ids
 
-    def placed(self, tensor: Tensor) -> Tensor:
-        """Return a host tensor with these values where the cache's host tensors are: itself, or one in a file."""
-        return tensor if self.folder is None else into_file(tensor, self.folder, self.name)
-
     # ------------------------------------------------------------------------------------------------ write back
 
     @_locked
@@ -213,8 +207,7 @@ class RowCache:
         if not lines.numel():
             return
         rows = held.sets.row_in_L[lines]
-        for tensor, host in zip(held.lines, held.host, strict=True):
-            host.write_from(tensor, lines, rows)
+        held.home.write_from(held.lines, lines, rows)
         held.dirty_L[lines] = False
         self._stats.write_backs += rows.numel()
 
@@ -226,15 +219,13 @@ class RowCache:
         dirty_L = held.dirty_L.clone()
         dirty_L[lines[lines >= 0]] = False
         dirty_L[old[old >= 0]] = False
-        for tensor, host in zip(held.lines, held.host, strict=True):
-            host.write_from(tensor, old[moved], entries[Plan.ROW][moved])
+        held.home.write_from(held.lines, old[moved], entries[Plan.ROW][moved])
         self._rescue(held, dirty_L)
 
     def _rescue(self, held: CacheTensors, dirty_L: Tensor) -> None:
         """Write the lines of `dirty_L` back and empty the cache."""
         lines = dirty_L.nonzero()[:, 0]
-        for tensor, host in zip(held.lines, held.host, strict=True):
-            host.write_from(tensor, lines, held.sets.row_in_L[lines])
+        held.home.write_from(held.lines, lines, held.sets.row_in_L[lines])
         self._wait_for_device(held)
         self._read_counts()
         self._tensors, self.may_be_dirty = None, False
@@ -283,7 +274,7 @@ class RowCache:
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
         return CacheTensors(
-            [home_rows(t.detach(), device) for t in host], identity_of(host), lines, dirty_L, books, counters
+            home_rows([t.detach() for t in host], device), identity_of(host), lines, dirty_L, books, counters
         )
 
     def _within_reserve(self, sets: int, line_bytes: int, device: torch.device) -> int:
@@ -338,9 +329,8 @@ class RowCache:
             return held
         except (RuntimeError, MemoryError):
             self.drop()
-        host = [rows.tensor for rows in held.host]
         try:
-            self._tensors = self._make(host, spare)
+            self._tensors = self._make(held.home.tensors, spare)
         except ConfigError as error:
             raise ConfigError(
                 f"Table '{self.name}': no memory on {like.device} for {spare} spare cache lines, which hold the rows "
@@ -380,3 +370,15 @@ class RowCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         RowCache.__init__(self, state["name"], state["params"], state["device"], state["folder"])
         self._stats = state["stats"]
+
+
+def stats_of(caches: Iterable[RowCache | None], reset: bool) -> CacheStats:
+    """Return the summed statistics of the caches of a table's rows; `reset` zeroes them."""
+    total = CacheStats()
+    for cache in caches:
+        if cache is not None:
+            for field in fields(total):
+                setattr(total, field.name, getattr(total, field.name) + getattr(cache.stats, field.name))
+            if reset:
+                cache.stats = CacheStats()
+    return total

@@ -1,11 +1,18 @@
-"""`RowFile`: a tensor whose memory is a file, for tables that are larger than host memory.
+"""`RowFile`: tensors whose memory is a file, for tables that are larger than host memory.
 
-The file has no name: it is deleted as soon as it is open. So it ends with the tensor or with the process, however that
+The file has no name: it is deleted as soon as it is open. So it ends with its tensors or with the process, however that
 ends, and no other run can take it for its own. It is working storage; checkpoints are separate.
 
-    cache lines  <- positioned reads and writes of rows (`file_rows.py`): the process maps no page
-    all others   <- the tensor: the system reads the pages of the file that are touched (`RssFile`), and may drop them
+Nouns
+  record  a row and all of its optimizer's state, side by side, so that a row that misses the cache is one read
+  field   one tensor's part of each record. The tensor `[rows, ...]` is a view with the stride of a record
+
+    cache lines  <- positioned reads and writes of records (`file_rows.py`): the process maps no page
+    all others   <- the tensors: the system reads the pages of the file that are touched (`RssFile`), and may drop them
                     again. Whole tables are read and written in blocks, between `fetch` and `release`
+
+Example: a row of 3 bfloat16 and a float32 of state. Bytes 0 to 3 of a record are the state, 4 to 9 the row, 10 and 11
+padding: fields lie by falling size of their items, and a record ends where the next one's items are aligned.
 
 All space is allocated when the file is made, so a full disk is an error before training starts.
 """
@@ -14,14 +21,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import mmap
 import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -35,6 +43,22 @@ _FETCHED_BYTES = 1 << 17
 """Bytes of one request to the system, which reads no more of a longer one."""
 
 
+class RowField(NamedTuple):
+    """A tensor's part of each record: the shape of one of its rows, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> RowField:
+        """Return the field of a tensor `[rows, ...]`."""
+        return RowField(tuple(tensor.shape[1:]), tensor.dtype)
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 @final
 class RowFile(mmap.mmap):
     """A file without a name, mapped into memory; it lives as long as a tensor over it.
@@ -42,16 +66,42 @@ class RowFile(mmap.mmap):
     Attributes:
         folder: where it lies.
         table: name of its table, for errors.
-        descriptor: of the file, for positioned reads and writes of rows.
+        descriptor: of the file, for positioned reads and writes of records.
+        fields: of its records.
+        rows: number of records.
+        unused: fields behind the first are zeros, and no tensor is over them.
     """
 
     folder: str
     table: str
     descriptor: int
+    fields: tuple[RowField, ...]
+    rows: int
+    unused: bool
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensor of each field, with a version counter of its own."""
+        size, starts = record_of(self.fields)
+        found = []
+        for (shape, dtype), start in zip(self.fields, starts, strict=True):
+            whole = torch.frombuffer(self, dtype=torch.uint8).view(dtype)
+            inner = torch.empty(shape, device="meta").stride()
+            strides = (size // dtype.itemsize, *inner)
+            found.append(whole.as_strided((self.rows, *shape), strides, start // dtype.itemsize))
+        return found
 
 
 _FILES: weakref.WeakValueDictionary[int, RowFile] = weakref.WeakValueDictionary()
 """Files by the address of their first byte."""
+
+
+def record_of(fields: Sequence[RowField]) -> tuple[int, list[int]]:
+    """Return the bytes of a record, and the first byte of each field in it."""
+    starts, end = [0] * len(fields), 0
+    for k in sorted(range(len(fields)), key=lambda k: -fields[k].dtype.itemsize):
+        starts[k], end = end, end + fields[k].bytes
+    unit = max(field.dtype.itemsize for field in fields)
+    return -(-end // unit) * unit, starts
 
 
 def file_of(tensor: Tensor) -> RowFile | None:
@@ -61,55 +111,78 @@ def file_of(tensor: Tensor) -> RowFile | None:
     return _FILES.get(tensor.untyped_storage().data_ptr())
 
 
-def tensor_in_file(folder: str, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
-    """Return a tensor of zeros in a new file; one without elements is in memory.
+def tensors_in_file(folder: str, rows: int, fields: Sequence[RowField], name: str) -> list[Tensor]:
+    """Return tensors of zeros `[rows, ...]` in the records of a new file; those without elements are in memory.
 
     Args:
         folder: an existing folder on a local disk.
+        fields: one per tensor.
         name: the table's, for errors.
 
     Raises:
         FileError: the folder does not exist or cannot be written, or has not enough space.
     """
-    size = dtype.itemsize
-    for count in shape:
-        size *= count
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(_made(folder, size, name), dtype=torch.uint8).view(dtype).view(shape)
+    size, _ = record_of(fields)
+    if not rows * size:
+        return [torch.empty((rows, *field.shape), dtype=field.dtype) for field in fields]
+    file = _made(folder, rows * size, name)
+    file.fields, file.rows, file.unused = tuple(fields), rows, False
+    return file.tensors()
 
 
-def into_file(tensor: Tensor, folder: str, name: str) -> Tensor:
-    """Return a tensor with these values in a file; itself if it is in one, on meta, or without elements."""
-    if tensor.is_meta or not tensor.numel() or file_of(tensor) is not None:
-        return tensor
-    made = tensor_in_file(folder, tuple(tensor.shape), tensor.dtype, name)
-    copy_rows(made, tensor)
+def rows_in_file(folder: str, rows: int, fields: Sequence[RowField], name: str) -> Tensor:
+    """Return the tensor of the first field; `in_records` makes those of the others. See `tensors_in_file`."""
+    tensor = tensors_in_file(folder, rows, fields, name)[0]
+    file = file_of(tensor)
+    if file is not None:
+        file.unused = True
+    return tensor
+
+
+def tensor_in_file(folder: str, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+    """Return a tensor of zeros that has a new file for itself. See `tensors_in_file`."""
+    return tensors_in_file(folder, shape[0], [RowField(shape[1:], dtype)], name)[0]
+
+
+@torch.no_grad()
+def in_records(tensors: Sequence[Tensor], initial: Sequence[float], folder: str, name: str) -> list[Tensor]:
+    """Return tensors with these values in the records of one file.
+
+    They are the fields of the first one's file if these are the same, else those of a new file. Tensors that are in
+    their place are returned as they are.
+
+    Args:
+        tensors: the rows, with elements, then each tensor of their state. State on meta gets its initial value.
+        initial: of each tensor of the state.
+        folder, name: see `tensors_in_file`.
+
+    Raises:
+        FileError: as `tensors_in_file`. No tensor has changed.
+    """
+    fields, file = tuple(map(RowField.of, tensors)), file_of(tensors[0])
+    if file is not None and file.fields == fields and _same_memory(file.tensors()[0], tensors[0]):
+        made, zeros, file.unused = file.tensors(), file.unused, False
+    else:
+        made, zeros = tensors_in_file(folder, tensors[0].shape[0], fields, name), True
+    for k, (new, old) in enumerate(zip(made, tensors, strict=True)):
+        if old.is_meta and (initial[k - 1] or not zeros):
+            for block in row_blocks(new):
+                block.fill_(initial[k - 1])
+        elif not old.is_meta and _same_memory(new, old):
+            made[k] = old
+        elif not old.is_meta:
+            copy_rows(new, old)
     return made
 
 
-def full_beside(leaf: Tensor, shape: tuple[int, ...], value: float, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a tensor full of one value, in a file of the same folder if the leaf is in a file, else on its device."""
-    file = file_of(leaf)
-    if file is None:
-        return torch.full(shape, value, dtype=dtype, device=leaf.device)
-    made = tensor_in_file(file.folder, shape, dtype, name)
-    if value:
-        for block in row_blocks(made):
-            block.fill_(value)
-    return made
+def _same_memory(first: Tensor, second: Tensor) -> bool:
+    return (first.data_ptr(), first.shape, first.stride()) == (second.data_ptr(), second.shape, second.stride())
 
 
-@contextlib.contextmanager
-def space_held(folder: str, size: int, name: str) -> Iterator[None]:
-    """Hold free space on the disk of a folder meanwhile. Raises as `tensor_in_file`."""
-    held = _made(folder, size, name) if size else None
-    try:
-        yield
-    finally:
-        if held is not None:
-            held.close()
-            del held
+def bytes_between_rows(tensor: Tensor) -> int:
+    """Return the bytes from one row of a tensor in a file to the next; of other tensors, the bytes of a row."""
+    row = tensor[:1].nbytes
+    return row if file_of(tensor) is None else max(row, tensor.stride(0) * tensor.itemsize)
 
 
 def row_blocks(tensor: Tensor) -> Iterator[Tensor]:
@@ -117,7 +190,7 @@ def row_blocks(tensor: Tensor) -> Iterator[Tensor]:
     if file_of(tensor) is None:
         yield tensor
         return
-    step = max(1, BLOCK_BYTES // max(1, tensor[:1].nbytes))
+    step = max(1, BLOCK_BYTES // bytes_between_rows(tensor))
     for first in range(0, tensor.shape[0], step):
         block = tensor[first : first + step]
         fetch(block)
@@ -130,7 +203,7 @@ def copy_rows(target: Tensor, source: Tensor) -> None:
     if not target.dim() or (file_of(target) is None and file_of(source) is None):
         target.copy_(source)
         return
-    step = max(1, BLOCK_BYTES // max(1, target[:1].nbytes))
+    step = max(1, BLOCK_BYTES // max(1, bytes_between_rows(target), bytes_between_rows(source)))
     for first in range(0, target.shape[0], step):
         here, there = target[first : first + step], source[first : first + step]
         fetch(here)
@@ -141,7 +214,7 @@ def copy_rows(target: Tensor, source: Tensor) -> None:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, in another file of the same folder if it is in a file."""
+    """Return a copy of a tensor, in a file of its own in the same folder if it is in a file."""
     file = file_of(tensor)
     if file is None:
         return tensor.clone()

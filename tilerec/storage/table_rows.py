@@ -18,11 +18,10 @@ its sink's number: it pickles like any parameter, there is no back reference, an
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -35,12 +34,12 @@ from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.runtime.readback import on_arrival, poll, wait_all
 from tilerec.ops.runtime.upload import capturing
 from tilerec.ops.update.counts import advance, read_counts
-from tilerec.spec.optimizer import OptimizerSpec
-from tilerec.storage.cache_stats import CacheStats
+from tilerec.spec.optimizer import OptimizerSpec, Slot
 from tilerec.storage.located_batch import FeatureBatch, located
 from tilerec.storage.loss_scale import check_scale
 from tilerec.storage.prefetched_orders import PrefetchedOrders
-from tilerec.storage.row_cache import RowCache, full_beside
+from tilerec.storage.row_cache import RowCache
+from tilerec.storage.row_file import RowField, file_of, in_records
 from tilerec.storage.row_observer import RowObserver
 from tilerec.storage.shared_param_group import SharedParamGroup
 
@@ -94,22 +93,23 @@ class TableRows(GradientSink):
         """Tie these rows to the leaf, and move the slots to its device and precision."""
         if self.cache is not None and getattr(self, "leaf", None) is not leaf:
             self.cache.drop()
-        if self.cache is not None and self.cache.folder is not None:  # copies and loaded rows are in memory so far
+        file = file_of(leaf)
+        folder = file.folder if file is not None else self.cache.folder if self.cache is not None else None
+        slots = () if self.spec is None else self.spec.slots
+        state = [self.state[slot.name].to(_slot_dtype(leaf)) for slot in slots]
+        if folder is not None and leaf.numel() and not leaf.is_meta:
             self._check_not_shared(leaf)
-            leaf.data = self.cache.placed(leaf.data)
+            own = leaf.data  # of copies and of loaded rows, in memory so far
+            made, *state = in_records([own, *state], [slot.init for slot in slots], folder, self.name)
+            if made is not own:
+                leaf.data = made
+        else:
+            state = [_beside(leaf, slot, tensor) for slot, tensor in zip(slots, state, strict=True)]
+        self.state.update({slot.name: tensor for slot, tensor in zip(slots, state, strict=True)})
         self.leaf = leaf
         if self.names is not None:
             self.names = self.names.to("cpu" if leaf.is_meta else leaf.device)
         cast(Any, leaf)._tilerec_sink = self.handle
-        accum_dtype = _slot_dtype(leaf)
-        for slot in self.spec.slots if self.spec is not None else ():
-            tensor = self.state[slot.name]
-            if tensor.is_meta and not leaf.is_meta:
-                tensor = full_beside(leaf, tuple(tensor.shape), slot.init, accum_dtype, self.name)
-            tensor = tensor.to(device=leaf.device, dtype=accum_dtype)
-            if leaf.device.type == "cpu" and leaf.is_shared():
-                tensor.share_memory_()
-            self.state[slot.name] = tensor if self.cache is None else self.cache.placed(tensor)
         if self.group is not None:
             on_device = self.group.get("capturable", False) and not leaf.is_meta
             self.count_on(leaf.device if on_device else _HOST)
@@ -128,12 +128,11 @@ class TableRows(GradientSink):
         leaf = self.leaf
         if self.cache is not None:
             self.cache.drop()
-        accum_dtype, (rows, dim) = _slot_dtype(leaf), leaf.shape
         self.spec, self.group, self.takes_gradients = spec, group, True
         self.state = {
-            slot.name: full_beside(leaf, slot.shape(rows, dim), slot.init, accum_dtype, self.name)
+            slot.name: torch.empty(slot.shape(*leaf.shape), dtype=_slot_dtype(leaf), device="meta")
             for slot in spec.slots
-        }
+        }  # `bind` makes them
         self.training_changed()
         self._counter = "updates" if "step" in self.state else "step"
         self.state[self._counter] = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -200,6 +199,11 @@ class TableRows(GradientSink):
     def trained(self) -> bool:
         """True if a backward pass updates these rows."""
         return self.takes_gradients and self.leaf.requires_grad
+
+    def fields(self, dim: int) -> list[RowField]:
+        """Return the fields of a record of this table's rows: of `dim` columns of a row, and of its slots."""
+        state = [] if self.spec is None else [slot.shape(1, dim)[1:] for slot in self.spec.slots]
+        return [RowField((dim,), self.leaf.dtype), *(RowField(shape, _slot_dtype(self.leaf)) for shape in state)]
 
     def host(self) -> list[Tensor]:
         """Return the leaf's rows and their slots, not those in cache lines."""
@@ -326,8 +330,14 @@ class TableRows(GradientSink):
         )
         leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
-    # Copies and pickles leave out the attributes that tie rows to this process: the table binds its copy again.
+    # Copies and pickles have the settings and the state: the table binds its copy again.
     def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle of a view would contain whole records.
+        slots = {name: t if file_of(t) is None else t.clone() for name, t in self.state.items()}
+        return {**self.settings(), "state": slots}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the attributes without those that tie rows to this process. Cached rows are written back."""
         if self.cache is not None:
             self.settle()
         own = ("handle", "leaf", "holders", "readers", "earlier", "orders", "observers")
@@ -421,19 +431,11 @@ def _slot_dtype(leaf: Tensor) -> torch.dtype:
     return torch.float64 if leaf.dtype == torch.float64 else torch.float32
 
 
-def slot_bytes(of: TableRows, rows: int, dim: int) -> int:
-    """Return the bytes of the optimizer's slots of a part `[rows, dim]` of a table."""
-    shapes = [slot.shape(rows, dim) for slot in of.spec.slots] if of.spec is not None else []
-    return sum(math.prod(shape) for shape in shapes) * _slot_dtype(of.leaf).itemsize
-
-
-def stats_of(several: Sequence[TableRows], reset: bool) -> CacheStats:
-    """Return the summed statistics of the caches of a table's rows; `reset` zeroes them."""
-    total = CacheStats()
-    for rows in several:
-        if rows.cache is not None:
-            for field in fields(total):
-                setattr(total, field.name, getattr(total, field.name) + getattr(rows.cache.stats, field.name))
-            if reset:
-                rows.cache.stats = CacheStats()
-    return total
+def _beside(leaf: Tensor, slot: Slot, tensor: Tensor) -> Tensor:
+    """Return a slot's tensor on the leaf's device, shared by processes as the leaf is."""
+    if tensor.is_meta and not leaf.is_meta:
+        tensor = torch.full(tensor.shape, slot.init, dtype=tensor.dtype, device=leaf.device)
+    tensor = tensor.to(leaf.device)
+    if leaf.device.type == "cpu" and leaf.is_shared():
+        tensor.share_memory_()
+    return tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,16 +14,18 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
     """Return the kernels by op name; none on a system without such calls."""
     if not hasattr(library, "tr_read_rows"):
         return {}
-    number, address = ctypes.c_int64, ctypes.c_void_p
+    short, number, address = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
-    def kernel(name: str) -> Callable[[Tensor, Tensor, Tensor, int], None]:
+    def kernel(name: str) -> Callable[[Sequence[Tensor], Tensor, Tensor, int, int, int], None]:
         move = getattr(library, name)
-        move.argtypes, move.restype = [ctypes.c_int32, number, address, address, number, address], ctypes.c_int32
+        move.argtypes = [short, number, number, address, address, number, address, address, short]
+        move.restype = short
 
-        def run(lines: Tensor, at: Tensor, rows: Tensor, file: int) -> None:
-            at, rows = at.contiguous(), rows.contiguous()
-            size = lines[:1].nbytes
-            error = move(file, size, rows.data_ptr(), at.data_ptr(), rows.numel(), lines.data_ptr())
+        def run(lines: Sequence[Tensor], at: Tensor, rows: Tensor, file: int, size: int, start: int) -> None:
+            at, rows, fields = at.contiguous(), rows.contiguous(), len(lines)
+            first = (address * fields)(*[own.data_ptr() for own in lines])
+            widths = (number * fields)(*[own[:1].nbytes for own in lines])
+            error = move(file, size, start, rows.data_ptr(), at.data_ptr(), rows.numel(), first, widths, fields)
             if error:
                 raise OSError(error, os.strerror(error))
 

@@ -231,10 +231,12 @@ class ChunkedTransfer:
     def _windows(
         self, sent: Iterable[Sequence[Slice]], received: Iterable[Sequence[Slice]]
     ) -> Iterator[Tensor]:  # fmt: skip
-        """Yield the views of all slices of a round, if tables are in files."""
+        """Yield the contiguous views of a round, if tables are in files; `copy_rows` copies the others in blocks."""
         for some, after in ((sent, False), (received, True)) if in_use() else ():
             for own in itertools.chain.from_iterable(some):
-                yield self._window(own, after)
+                window = self._window(own, after)
+                if window.is_contiguous():
+                    yield window
 
     def _direct(self, message: Sequence[Slice], after: bool) -> Tensor | None:
         """Return a message's memory as bytes if it is one slice in contiguous memory, else None."""
@@ -256,11 +258,11 @@ class ChunkedTransfer:
 
     def _pack(self, message: Sequence[Slice], buffer: Tensor) -> None:
         for window, place in self._views(message, buffer, False):
-            place.copy_(window)
+            copy_rows(place, window)
 
     def _unpack(self, message: Sequence[Slice], buffer: Tensor) -> None:
         for window, place in self._views(message, buffer, True):
-            window.copy_(place)
+            copy_rows(window, place)
 
 
 def sent_by_rank(loads: Sequence[TableTransfer], ranks: int) -> tuple[list[int], list[int], int]:

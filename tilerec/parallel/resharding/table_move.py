@@ -35,7 +35,7 @@ from tilerec.sharding.update import TileRows, UpdatePeers
 from tilerec.spec.tile import Tile, Tiling, rectangles
 from tilerec.spec.topology import Topology
 from tilerec.storage.flat_storage import flat_memory
-from tilerec.storage.row_file import tensor_in_file
+from tilerec.storage.row_file import RowField, tensors_in_file
 
 
 class SourceKind(NamedTuple):
@@ -247,6 +247,8 @@ class TableMove:
         device, cache = self.table.home, self.table.cache
         folder = None if cache is None else cache.folder
         head_device = device if cache is None or cache.device is None else cache.device
+        if folder is not None and not (self._stays and moving):
+            self._allocate_files(folder, places)
         for name, kind in self._ready.kinds.items():
             if self.new.head is not None and name[0] in ("weight", "slot"):
                 shape = (len(self.new.head.hot), *((self.new.dim,) if kind.cells else kind.trailing))
@@ -254,11 +256,7 @@ class TableMove:
             if self._stays and moving:
                 self._memory[name] = list(self._sources[name])
                 continue
-            if folder is not None and name[0] in ("weight", "slot"):
-                self._memory[name] = [
-                    tensor_in_file(folder, _shape_of(place, kind), kind.dtype, self.table.config.name)
-                    for place in places
-                ]
+            if name in self._memory:
                 continue
             if kind.cells:  # large tensors get huge pages, which makes new memory several times faster
                 shapes = [(place.rectangle.rows, place.rectangle.width) for place in places]
@@ -270,6 +268,17 @@ class TableMove:
         held = bool(places[0].owners)
         for part, name in zip(self.load.parts, self._ready.kinds, strict=False):
             part.after = self._memory[name] if held else []
+
+    def _allocate_files(self, folder: str, places: Sequence[Tile]) -> None:
+        """Allocate the rows and slots of the new tiles in files."""
+        assert self._ready is not None
+        kinds = {name: kind for name, kind in self._ready.kinds.items() if name[0] in ("weight", "slot")}
+        self._memory.update({name: [] for name in kinds})
+        for place in places:
+            fields = [RowField(_shape_of(place, kind)[1:], kind.dtype) for kind in kinds.values()]
+            made = tensors_in_file(folder, place.r1 - place.r0, fields, self.table.config.name)
+            for name, tensor in zip(kinds, made, strict=True):
+                self._memory[name].append(tensor)
 
     def drop(self) -> None:
         """Free the new memory. The table keeps its old tiles."""

@@ -86,7 +86,7 @@ def _file_row(folder: str) -> float:
         chosen = torch.randint(rows, (_FILE_ROWS,), generator=torch.Generator().manual_seed(turn)).unique()
         drop(table)
         before = time.perf_counter()
-        torch.ops.tilerec.read_rows_(lines, torch.arange(len(chosen)), chosen, file.descriptor)
+        torch.ops.tilerec.read_rows_([lines], torch.arange(len(chosen)), chosen, file.descriptor, 512, 0)
         taken.append((time.perf_counter() - before) / len(chosen))
     return statistics.median(taken)
 

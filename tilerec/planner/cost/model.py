@@ -54,7 +54,8 @@ ROOM_FOR_RANGES = 0.25  # part of a rank's memory that the longest ranges of tab
 HOT_ID = 8e-9  # seconds to look for an id among hot ones on a CPU, where this was not measured (docs/sharding.md)
 HOT_PIECE = 1e-4  # seconds per piece to write hot rows back; measured on a CPU only (docs/planner-cost.md)
 HOT_KEY = 6e-5  # seconds per feature on a GPU, where plain PyTorch looks for hot ids: 12 kernels of 5 us, not measured
-FILE_ROW = 1e-5  # seconds per row of a tensor in a file, where this was not measured
+FILE_ROW = 1e-5  # seconds per row in a file, where this was not measured
+FILE_BYTES = 12288  # of a record that takes twice the time of a short one (docs/planner-cost.md)
 
 
 class Model:
@@ -203,7 +204,7 @@ class Model:
 
     def in_host(self, table: Ints, weights: Any) -> Floats:
         """Return the bytes of host memory of pieces behind a cache: none for those in files."""
-        return np.where(self.workload.files[table] > 0, 0.0, weights)
+        return np.where(self.workload.files[table], 0.0, weights)
 
     @cached_property
     def missed(self) -> Floats:
@@ -223,9 +224,9 @@ class Model:
         """Return seconds to move missed rows and their state to the device, and as many rows back."""
         work = self.workload
         cell = (work.element[table] + work.cell_state[table]).astype(np.float64)
-        each = (width * cell + work.row_state[table]) * self.to_host
-        files = work.files[table]
-        return missed * 2.0 * np.where(files > 0, files * self.file_row, each)
+        record = width * cell + work.row_state[table]
+        in_file = self.file_row * (1.0 + record / FILE_BYTES)
+        return missed * 2.0 * np.where(work.files[table], in_file, record * self.to_host)
 
     def lines(self, table: Ints, rows: Any, width: Any, distinct: Any = None, mean: Any = False) -> Floats:
         """Return the bytes of a piece's cache on the device: sets of lines, and spare lines for a step's other rows.

@@ -197,11 +197,6 @@ class TableWork:
         return 2.0 if self.sums_in_hosts else 1.0
 
 
-def _tensors_of(table: TableWork) -> int:
-    """Return the number of tensors with a row's weights and state."""
-    return 1 + (0 if table.optimizer is None else len(table.optimizer.slots))
-
-
 class Workload:
     """The works of many tables as arrays.
 
@@ -209,7 +204,7 @@ class Workload:
       gradient, per cell and per row; sums: numbers per row that column blocks exchange; talks: rounds of that exchange.
     - [2, T]: forward, backward: bytes of a cell and of a row on the wire.
     - [F]: table of each feature; its bags, ids_per_bag and weighted; single_ids: its bags have at most one id.
-    - [T]: fan_in, attached, cached, load_factor; files: tensors of a table in files, else 0.
+    - [T]: fan_in, attached, cached, load_factor; files: the table is in files.
     - [T]: ids: of one rank's batch; ordered: see `Skew`; named: number of its hot ids, 0 if it is ordered.
     - hot: heads of its tables; None: no table has one.
     - wide: bytes of a cell of a sum. collections: number of modules. turns: the k-th features of all tables, by k.
@@ -267,7 +262,7 @@ class Workload:
         """Compute the arrays that depend on the shardings of tables."""
         self.fan_in = np.array([t.fan_in for t in self.tables], np.float64)
         self.cached = np.array([t.cached for t in self.tables], np.bool_)
-        self.files = np.array([_tensors_of(t) if t.files else 0 for t in self.tables], np.int64)
+        self.files = np.array([t.files for t in self.tables], bool)
         self.load_factor = np.array([t.load_factor for t in self.tables], np.float64)
 
     def with_hot(self, hot: HotReads) -> Workload:
