@@ -169,7 +169,7 @@ def test_rows_beyond_32_bits_keep_their_numbers(rows: int, form: GradientForm, m
         record = GradientRecord(
             0, torch.ones(2, 3), ids, None, None, (7,), (3,), (0,), (2,), (0,), (3,), (0,)
         )  # fmt: skip
-        agreed = exchange_replica_gradients(group, (0, 1), record, [ReplicaTable(7, rows, 3, [0])], exact=False)
+        agreed = exchange_replica_gradients(group, (0, 1), record, [ReplicaTable(7, rows, 3, [0])], exact=False)()
         return sorted(set(agreed.ids.tolist()))
 
     assert run_virtual_ranks(2, fn) == [[0, 1, rows - 1]] * 2

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from tilerec.comms.group import Group
+from tilerec.comms.group import Group, Pending
 from tilerec.ops.backends import outputs_from, reused_empty
 from tilerec.ops.gradient.definition import sum_rows_of_tables
 from tilerec.ops.gradient.record import GradientRecord
@@ -102,12 +102,16 @@ def choose_form(
 
 def exchange_replica_gradients(
     group: Group, replicas: Sequence[int], record: GradientRecord, tables: Sequence[ReplicaTable], *, exact: bool
-) -> GradientRecord:  # fmt: skip
-    """Return the gradients of all replicas as one record, equal on all of them. Collective among `replicas`.
+) -> Callable[[], GradientRecord]:  # fmt: skip
+    """Send the gradients of all replicas to each other. Collective among `replicas`.
 
     Args:
         replicas: owners of the tables, this rank included, ascending.
         record: this rank's gradients of the tables.
+
+    Returns:
+        A function that waits for the gradients of the other replicas and returns those of all as one record, equal on
+        all replicas. It is called once, on all replicas in one order; other work may come before it.
     """
     me, others = group.rank, [rank for rank in replicas if rank != group.rank]
     bounds = id_bounds(record)
@@ -163,21 +167,26 @@ def exchange_replica_gradients(
     gradients = rows[me]
     _pack_gradients(gradients, record, tables, as_bags, [sums[t][1] for t in as_rows])
     exchange = exchange_call(group, others)
+    pending: list[Pending] = []
     if as_bags or as_rows:
-        ids_pending = exchange("replica ids", {r: received[r] for r in others}, dict.fromkeys(others, numbers))
-        gradients_pending = exchange(
-            "replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients)
-        )
-        ids_pending.wait()
-        gradients_pending.wait()
-    unpacked = UnpackedBags(room)
-    head = read_ints([received[rank][: 2 * sum(counts[rank][t].features for t in as_bags)] for rank in replicas])
-    for rank, numbers_of_features in zip(replicas, head, strict=True):
-        unpacked.add(received[rank], numbers_of_features, tables, as_bags, [counts[rank][t] for t in as_bags], as_rows,
-                     distinct.get(rank, []))  # fmt: skip
-    if as_dense:
-        unpacked.add_dense(_reduce_dense(group, tables, {t: sums[t] for t in as_dense}), tables)
-    return unpacked.record(record, tables)
+        pending = [
+            exchange("replica ids", {r: received[r] for r in others}, dict.fromkeys(others, numbers)),
+            exchange("replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients)),
+        ]
+
+    def finish() -> GradientRecord:
+        for message in pending:
+            message.wait()
+        unpacked = UnpackedBags(room)
+        head = read_ints([received[rank][: 2 * sum(counts[rank][t].features for t in as_bags)] for rank in replicas])
+        for rank, numbers_of_features in zip(replicas, head, strict=True):
+            unpacked.add(received[rank], numbers_of_features, tables, as_bags, [counts[rank][t] for t in as_bags],
+                         as_rows, distinct.get(rank, []))  # fmt: skip
+        if as_dense:
+            unpacked.add_dense(_reduce_dense(group, tables, {t: sums[t] for t in as_dense}), tables)
+        return unpacked.record(record, tables)
+
+    return finish
 
 
 def _pack_numbers(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -166,14 +166,23 @@ class TileRows(TableRows):
         """Yield lists of tables with the same replicas, with the gradients of all these replicas.
 
         All ranks exchange in one order, that of the tiles' positions, which no write on a single rank can change.
+        Tables without replicas come first: their updates overlap with the exchanges, and no rank waits for those of
+        another one.
         """
+        exchanged: list[tuple[list[TileRows], Callable[[], GradientRecord]]] = []
+        ready: list[tuple[list[TileRows], GradientRecord]] = []
         for peers, own in _by_replicas_here(tables, record):
             replicas = peers[0].peers.replicas
-            if len(replicas) > 1 and not record.agreed:
-                group, ranks = exchange_group(self.peers.group, self.peers.teams, replicas)
-                replica_tables = [table._as_replica(own) for table in peers]
-                own = exchange_replica_gradients(group, ranks, own, replica_tables, exact=self.peers.exact)
-            yield peers, own
+            if len(replicas) == 1 or record.agreed:
+                ready.append((peers, own))
+                continue
+            group, ranks = exchange_group(self.peers.group, self.peers.teams, replicas)
+            replica_tables = [table._as_replica(own) for table in peers]
+            finish = exchange_replica_gradients(group, ranks, own, replica_tables, exact=self.peers.exact)
+            exchanged.append((peers, finish))
+        yield from ready
+        for peers, finish in exchanged:
+            yield peers, finish()
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         tables = cast("list[TileRows]", list(sinks))
@@ -232,7 +241,7 @@ class TileRows(TableRows):
         replica_tables = [self._as_replica(record)]
         return exchange_replica_gradients(
             teams.axis, range(teams.axis.size), record, replica_tables, exact=self.peers.exact
-        )
+        )()
 
     def _parts_of(self, record: GradientRecord, bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Return the rows of this tile that a record has gradients of; bounds: each feature's range of ids."""
