@@ -90,7 +90,9 @@ def test_replicas_do_not_send_a_copy_of_their_gradients_to_each_other() -> None:
             0, torch.ones(20, dim), ids, None, None, (7,), (dim,), (0,), (20,), (0,), (dim,), (0,)
         )  # fmt: skip
         group.traffic.reset()
-        agreed = exchange_replica_gradients(group, range(size), record, [ReplicaTable(7, 10**6, dim, [0])], exact=False)()
+        agreed = exchange_replica_gradients(
+            group, range(size), record, [ReplicaTable(7, 10**6, dim, [0])], exact=False
+        )()
         assert torch.equal(sum_rows(agreed)[1], torch.full((20, dim), float(size)))
         return sum(sum(sent.bytes) for sent in group.traffic.table() if sent.name == "replica gradients")
 

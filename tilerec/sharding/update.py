@@ -31,7 +31,7 @@ from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.update.calls import ApplyCall, PartialsCall, PartRows, RuleTables
 from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.changed_rows import ChangedRows
-from tilerec.sharding.head_rows import UpdatedHead, write_all, write_back
+from tilerec.sharding.head_rows import Head, write_all, write_back
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group
 from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients, id_bounds
 from tilerec.spec.optimizer import OptimizerSpec, RowWiseAdagrad
@@ -188,7 +188,6 @@ class TileRows(TableRows):
         tables = cast("list[TileRows]", list(sinks))
         split: list[tuple[TileRows, RowSums]] = []
         failures: list[NonFiniteGradientError] = []
-        heads: list[UpdatedHead] = []
         for table in tables:
             table.arrive()
             if table.group is not None:
@@ -206,14 +205,10 @@ class TileRows(TableRows):
                     TableRows.take(same[0], same, _only(own, same))
                 except NonFiniteGradientError as error:  # raised later: peers wait for further messages
                     failures.append(error)
-            if any(table.names is not None for table in peers):
-                bounds = id_bounds(own)
-                heads += [table.updated(table._parts_of(own, bounds)) for table in peers if table.names is not None]
+            write_heads([table for table in peers if table.names is not None], own)
             for table, sums in zip(ways.parts, _summed(ways.parts, own), strict=True):
                 table.about_to_write(sums[0])
                 split.append((table, sums))
-        if heads:
-            write_back(heads)
         failures += update_in_phases(tables[0].peers.group, split)
         if failures:
             raise failures[0]
@@ -243,19 +238,14 @@ class TileRows(TableRows):
             teams.axis, range(teams.axis.size), record, replica_tables, exact=self.peers.exact
         )()
 
-    def _parts_of(self, record: GradientRecord, bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Return the rows of this tile that a record has gradients of; bounds: each feature's range of ids."""
-        return [record.ids[slice(*bounds[f])] for f, sink in enumerate(record.sinks) if sink == self.handle]
-
-    def updated(self, changed: Sequence[Tensor]) -> UpdatedHead:
-        """Return this head with its rows that have changed, for `write_back`; changed: as in `UpdatedHead`."""
+    def as_head(self) -> Head:
+        """Return this head with the tiles beside it that are written after its update."""
         holder: Any = next(iter(self.holders))
         tiles = [rows for rows in cast("list[TileRows]", holder.tile_rows) if rows.names is None]
         for tile in tiles:
             if tile.cache is not None:
                 tile.newer = self
-        tiles = [tile for tile in tiles if tile.cache is None or tile.observers]
-        return UpdatedHead(self, tiles, changed)
+        return Head(self, [tile for tile in tiles if tile.cache is None or tile.observers])
 
     def _mark(self) -> tuple[int, ...]:
         """Return the sort key of the tile, equal on every rank; its first four numbers identify the rows of a table."""
@@ -342,6 +332,17 @@ def mark_changed(tables: Sequence[TileRows], record: GradientRecord) -> None:
         for f, sink in enumerate(record.sinks):
             if sink == table.handle:
                 table.touched.mark(record.ids[bounds[f][0] : bounds[f][1]])
+
+
+def write_heads(heads: Sequence[TileRows], record: GradientRecord) -> None:
+    """Write the rows of these heads that a record has updated to their places in the table."""
+    if not heads:
+        return
+    place = {head.handle: h for h, head in enumerate(heads)}
+    updated = [
+        (place[sink], *bounds) for sink, bounds in zip(record.sinks, id_bounds(record), strict=True) if sink in place
+    ]
+    write_back([head.as_head() for head in heads], record.ids, updated)
 
 
 def _only(record: GradientRecord, tables: Sequence[TableRows]) -> GradientRecord:
