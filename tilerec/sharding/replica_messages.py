@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +28,13 @@ class ReplicaTable:
     features: list[int]  # of the record
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Counts of one replica's gradients of one table."""
+class Counts(NamedTuple):
+    """Counts of one replica's gradients of one table; rows: those that it has added up, -1: none yet."""
 
     features: int
     bags: int
     ids: int
+    rows: int = -1
 
 
 def exchange_call(group: Group, others: Sequence[int]) -> Callable[..., Pending]:
@@ -61,9 +62,9 @@ def read_ints(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 def exchange_counts(group: Group, name: str, own: Mapping[int, Sequence[Counts]]) -> dict[int, list[Counts]]:
     """Send counts to every peer, one for each table, and return as many from each peer."""
-    flat = {rank: [number for c in some for number in (c.features, c.bags, c.ids)] for rank, some in own.items()}
+    flat = {rank: [number for c in some for number in c] for rank, some in own.items()}
     return {
-        rank: [Counts(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
+        rank: [Counts(*numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
         for rank, numbers in exchange_ints(group, name, flat).items()
     }
 

@@ -118,26 +118,34 @@ def exchange_replica_gradients(
     own = [
         Counts(
             len(table.features),
-            sum(record.bags[f] for f in table.features),
-            sum(bounds[f][1] - bounds[f][0] for f in table.features),
+            sum([record.bags[f] for f in table.features]),
+            sum([bounds[f][1] - bounds[f][0] for f in table.features]),
         )
         for table in tables
     ]
+    bags_can_travel = record.sample_weights is None
+    early = [t for t, c in enumerate(own) if not exact and sums_travel(tables[t], c, bags_can_travel=bags_can_travel)]
+    sums = _row_sums(record, bounds, tables, early)
+    own = [c._replace(rows=sums[t][0].numel()) if t in sums else c for t, c in enumerate(own)]
     counts = {**exchange_counts(group, "replica counts", dict.fromkeys(others, own)), me: own}
     forms = [
         choose_form(
             table.rows, table.dim, [(counts[r][t].bags, counts[r][t].ids) for r in replicas], group.size,
-            bags_can_travel=record.sample_weights is None, exact=exact,
+            bags_can_travel=bags_can_travel, exact=exact,
         )
         for t, table in enumerate(tables)
     ]  # fmt: skip
+    forms = [
+        GradientForm.BAGS if form is GradientForm.ROWS and min([counts[r][t].rows for r in replicas]) < 0 else form
+        for t, form in enumerate(forms)
+    ]
     as_bags = [t for t, form in enumerate(forms) if form is GradientForm.BAGS]
     as_rows = [t for t, form in enumerate(forms) if form is GradientForm.ROWS]
     as_dense = [t for t, form in enumerate(forms) if form is GradientForm.DENSE]
     in_shares = [t for t, form in enumerate(forms) if form is GradientForm.SHARES]
-    own_sums = [*as_rows, *as_dense, *([] if exact else in_shares)]  # rows that this replica adds up before they travel
-    rows_of = [tables[t].rows for t in own_sums]
-    sums = dict(zip(own_sums, sum_rows_of_tables(record, [tables[t].features for t in own_sums], rows_of), strict=True))
+    late = [t for t in [*as_rows, *as_dense, *([] if exact else in_shares)] if t not in sums]
+    sums |= _row_sums(record, bounds, tables, late)
+    distinct = {rank: {t: counts[rank][t].rows for t in as_rows} for rank in replicas}
     if in_shares:
         parts = {
             t: bags_of_record(record, bounds, tables[t].features) if exact else [bags_of_sums(*sums[t])]
@@ -145,20 +153,21 @@ def exchange_replica_gradients(
         }
         sums |= sum_shares(group, replicas, record.serial, tables, parts)
         as_rows = sorted([*as_rows, *in_shares])
+        mine = [sums[t][0].numel() for t in in_shares]
+        summed = {**exchange_ints(group, "replica rows", dict.fromkeys(others, mine)), me: mine}
+        for rank, rows_of_shares in summed.items():
+            distinct[rank] |= dict(zip(in_shares, rows_of_shares, strict=True))
     small = all(table.rows < 1 << 31 for table in tables)
-    mine = [sums[t][0].numel() for t in as_rows]
-    distinct = exchange_ints(group, "replica rows", dict.fromkeys(others, mine)) if as_rows else {}
-    distinct[me] = mine
     numbers = _pack_numbers(record, bounds, tables, as_bags, [sums[t][0] for t in as_rows], small)
     received: dict[int, Tensor] = {me: numbers}
     sizes: list[int] = []  # of each replica's gradients
     for rank in replicas:
         bags = [counts[rank][t] for t in as_bags]
         if rank != me:
-            size = sum(2 * c.features + c.bags + c.ids for c in bags) + sum(distinct.get(rank, []))
+            size = sum(2 * c.features + c.bags + c.ids for c in bags) + sum(distinct[rank].values())
             received[rank] = numbers.new_empty(size)
         elements = [tables[t].dim * c.bags for t, c in zip(as_bags, bags, strict=True)]
-        elements += [tables[t].dim * count for t, count in zip(as_rows, distinct.get(rank, []), strict=False)]
+        elements += [tables[t].dim * distinct[rank][t] for t in as_rows]
         sizes.append(sum(elements))
     # One buffer for all replicas' gradients, this rank's included: received ones are read in place.
     with outputs_from(group.send_buffer):
@@ -181,12 +190,36 @@ def exchange_replica_gradients(
         head = read_ints([received[rank][: 2 * sum(counts[rank][t].features for t in as_bags)] for rank in replicas])
         for rank, numbers_of_features in zip(replicas, head, strict=True):
             unpacked.add(received[rank], numbers_of_features, tables, as_bags, [counts[rank][t] for t in as_bags],
-                         as_rows, distinct.get(rank, []))  # fmt: skip
+                         as_rows, [distinct[rank][t] for t in as_rows])  # fmt: skip
         if as_dense:
             unpacked.add_dense(_reduce_dense(group, tables, {t: sums[t] for t in as_dense}), tables)
         return unpacked.record(record, tables)
 
     return finish
+
+
+def sums_travel(table: ReplicaTable, own: Counts, *, bags_can_travel: bool) -> bool:
+    """Return True if a replica adds up its gradients of the rows of a table before it knows those of the others.
+
+    The other replicas mostly have similar batches, and the number of rows travels with the other counts. If they
+    differ, bags travel, or rows are added up late: for shares and dense sums.
+    """
+    return not bags_can_travel or 4 * table.dim * own.bags + 4 * own.ids >= (4 * table.dim + 4) * min(own.ids, table.rows)
+
+
+def _row_sums(
+    record: GradientRecord, bounds: Sequence[tuple[int, int]], tables: Sequence[ReplicaTable], named: Sequence[int]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the touched rows [U] of some tables and their summed gradients [U, D], by table."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    if record.distinct and record.sample_weights is None and record.grad.dtype in (torch.float32, torch.float64):
+        for t in named:
+            if [record.distinct[f] for f in tables[t].features] == [True]:  # nothing to add up
+                f = tables[t].features[0]
+                found[t] = record.ids[slice(*bounds[f])], record.grads_of(f)
+    left = [t for t in named if t not in found]
+    sums = sum_rows_of_tables(record, [tables[t].features for t in left], [tables[t].rows for t in left])
+    return found | dict(zip(left, sums, strict=True))
 
 
 def _pack_numbers(
