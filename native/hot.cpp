@@ -32,17 +32,19 @@ int64_t replace(const Map& map, Id* ids, int64_t count) {
   const int64_t end = std::min(count, *reinterpret_cast<const int64_t*>(map.end));
   const int shift = 64 - __builtin_ctzll(static_cast<uint64_t>(map.slots));
   const uint64_t mask = static_cast<uint64_t>(map.slots) - 1;
+  const int64_t rows = map.rows;
   for (int64_t n = begin; n < end; ++n) {
     const int64_t id = static_cast<int64_t>(ids[n]);
-    if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(map.rows)) return n;
+    if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(rows)) return n;
     uint64_t slot = (static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull) >> shift;
-    for (;; slot = (slot + 1) & mask) {
-      const int64_t place = finder[slot], k = std::max<int64_t>(place - 1, 0);
-      const int64_t found = (place != 0) & (hot[k] == id);
-      // No branch: whether an id is hot cannot be predicted. Most ids end at their first slot.
-      ids[n] = static_cast<Id>(id + ((map.rows + k - id) & -found));
-      if (__builtin_expect(found | (place == 0), 1)) break;
+    int64_t place = finder[slot];
+    // Most ids end at their first slot.
+    while (__builtin_expect((place != 0) & (hot[std::max<int64_t>(place - 1, 0)] != id), 0)) {
+      slot = (slot + 1) & mask;
+      place = finder[slot];
     }
+    // No branch: whether an id is hot cannot be predicted.
+    ids[n] = static_cast<Id>(id + ((rows + place - 1 - id) & -static_cast<int64_t>(place != 0)));
   }
   return -1;
 }

@@ -7,7 +7,6 @@ from tilerec.ops.cross import definition as cross
 from tilerec.ops.distinct import definition as distinct
 from tilerec.ops.exchange import definition as exchange
 from tilerec.ops.hash import definition as hash
-from tilerec.ops.hot import copies as hot_copies
 from tilerec.ops.hot import definition as hot
 from tilerec.ops.jagged import definition as jagged
 from tilerec.ops.lookup import definition as lookup
@@ -20,7 +19,7 @@ from tilerec.ops.search import definition as search
 from tilerec.ops.update import definition as update
 
 REFERENCES = (
-    cache, cross, distinct, exchange, hash, hot, hot_copies, jagged, lookup, marks, quantize, quantized, renew, row_file, search,
+    cache, cross, distinct, exchange, hash, hot, jagged, lookup, marks, quantize, quantized, renew, row_file, search,
     update,
 )  # fmt: skip
 """Files that define the ops. Importing them registers the reference kernels. `lookup` imports those of `gradient`."""

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilerec.ops.gradient.record import GradientRecord
+from tilerec.sharding.replica_messages import id_bounds
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.storage.file_rows import home_rows
 from tilerec.storage.table_rows import TableRows
@@ -48,6 +50,14 @@ class Head(NamedTuple):
 
     rows: TableRows
     tiles: Sequence[TableRows]
+
+
+def write_updated(heads: Sequence[Head], record: GradientRecord) -> None:
+    """Write the rows of heads that an update with the gradients of a record has changed to their places."""
+    place = {head.rows.handle: h for h, head in enumerate(heads) if head.tiles}
+    if place:
+        bounds = zip(record.sinks, id_bounds(record), strict=True)
+        write_back(heads, record.ids, [(place[sink], *range_) for sink, range_ in bounds if sink in place])
 
 
 @torch.no_grad()

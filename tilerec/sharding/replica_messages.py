@@ -25,7 +25,7 @@ class ReplicaTable:
     handle: int
     rows: int
     dim: int
-    features: list[int]  # of the record
+    features: Sequence[int]  # of the record
 
 
 class Counts(NamedTuple):
@@ -82,6 +82,7 @@ class UnpackedBags:
     """Contents of all replicas' messages, concatenated."""
 
     def __init__(self, gradients: Tensor) -> None:
+        self.single = True  # every bag has one id
         self.lengths: list[Tensor] = []
         self.ids: list[Tensor] = []
         self.grads = [gradients]
@@ -113,6 +114,7 @@ class UnpackedBags:
             at += c.features
         for t, size in zip(as_rows, distinct, strict=True):
             self._take(t, 0, size, tables[t].dim)
+        self.single = self.single and not as_bags
         self.lengths += [lengths, torch.ones_like(rows)]
         self.ids += [ids, rows]
 
@@ -124,11 +126,15 @@ class UnpackedBags:
             self.ids.append(rows_U)
             self.grads.append(grads_UD.reshape(-1))
 
-    def record(self, own: GradientRecord, tables: Sequence[ReplicaTable]) -> GradientRecord:
-        """Return everything as one record, with the features of a table in the order of the sum."""
+    def _offsets(self) -> Tensor:
         lengths_P = torch.cat(self.lengths)
         offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=lengths_P.device)
         torch.cumsum(lengths_P, 0, out=offsets[1:])
+        return offsets
+
+    def record(self, own: GradientRecord, tables: Sequence[ReplicaTable]) -> GradientRecord:
+        """Return everything as one record, with the features of a table in the order of the sum."""
+        offsets = None if self.single else self._offsets()
         features = sorted(self.features)
         dims = tuple([tables[mark[0]].dim for mark, *_ in features])
         grads = self.grads[0] if len(self.grads) == 1 else torch.cat(self.grads)

@@ -434,8 +434,7 @@ class RowExchange:
         """Return the gradients as row gradients of this rank's leaves.
 
         Args:
-            sinks: handle per leaf.
-            present: bags of each received part, of frozen tables too.
+            sinks: handle per leaf. present: bags of each received part, of frozen tables too.
         """
         bag_starts = list(itertools.accumulate(present, initial=0))
         sizes = [routed.present[s.count] * s.width for s in self._read_segments]

@@ -31,7 +31,7 @@ from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.update.calls import ApplyCall, PartialsCall, PartRows, RuleTables
 from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.changed_rows import ChangedRows
-from tilerec.sharding.head_rows import Head, write_all, write_back
+from tilerec.sharding.head_rows import Head, write_all, write_updated
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group
 from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients, id_bounds
 from tilerec.spec.optimizer import OptimizerSpec, RowWiseAdagrad
@@ -177,7 +177,8 @@ class TileRows(TableRows):
                 ready.append((peers, own))
                 continue
             group, ranks = exchange_group(self.peers.group, self.peers.teams, replicas)
-            replica_tables = [table._as_replica(own) for table in peers]
+            features = features_of(own, [table.handle for table in peers])
+            replica_tables = [table._as_replica(features[table.handle]) for table in peers]
             finish = exchange_replica_gradients(group, ranks, own, replica_tables, exact=self.peers.exact)
             exchanged.append((peers, finish))
         yield from ready
@@ -205,7 +206,7 @@ class TileRows(TableRows):
                     TableRows.take(same[0], same, _only(own, same))
                 except NonFiniteGradientError as error:  # raised later: peers wait for further messages
                     failures.append(error)
-            write_heads([table for table in peers if table.names is not None], own)
+            write_updated([table.as_head() for table in peers if table.names is not None], own)
             for table, sums in zip(ways.parts, _summed(ways.parts, own), strict=True):
                 table.about_to_write(sums[0])
                 split.append((table, sums))
@@ -233,7 +234,7 @@ class TileRows(TableRows):
         teams = self.peers.teams
         if teams is None or not teams.apart or teams.axis.size == 1:
             return record
-        replica_tables = [self._as_replica(record)]
+        replica_tables = [self._as_replica(range(len(record.sinks)))]
         return exchange_replica_gradients(
             teams.axis, range(teams.axis.size), record, replica_tables, exact=self.peers.exact
         )()
@@ -241,19 +242,21 @@ class TileRows(TableRows):
     def as_head(self) -> Head:
         """Return this head with the tiles beside it that are written after its update."""
         holder: Any = next(iter(self.holders))
-        tiles = [rows for rows in cast("list[TileRows]", holder.tile_rows) if rows.names is None]
-        for tile in tiles:
-            if tile.cache is not None:
-                tile.newer = self
-        return Head(self, [tile for tile in tiles if tile.cache is None or tile.observers])
+        tiles: list[TileRows] = []
+        for rows in cast("list[TileRows]", holder.tile_rows):
+            if rows.names is None:
+                if rows.cache is not None:
+                    rows.newer = self
+                if rows.cache is None or rows.observers:
+                    tiles.append(rows)
+        return Head(self, tiles)
 
     def _mark(self) -> tuple[int, ...]:
         """Return the sort key of the tile, equal on every rank; its first four numbers identify the rows of a table."""
         place = self.place
         return (*place.key, self.origin, place.row_offset, place.column_offset)
 
-    def _as_replica(self, record: GradientRecord) -> ReplicaTable:
-        features = [f for f, sink in enumerate(record.sinks) if sink == self.handle]
+    def _as_replica(self, features: Sequence[int]) -> ReplicaTable:
         return ReplicaTable(self.handle, self.leaf.shape[0], self.leaf.shape[1], features)
 
 
@@ -332,17 +335,6 @@ def mark_changed(tables: Sequence[TileRows], record: GradientRecord) -> None:
         for f, sink in enumerate(record.sinks):
             if sink == table.handle:
                 table.touched.mark(record.ids[bounds[f][0] : bounds[f][1]])
-
-
-def write_heads(heads: Sequence[TileRows], record: GradientRecord) -> None:
-    """Write the rows of these heads that a record has updated to their places in the table."""
-    if not heads:
-        return
-    place = {head.handle: h for h, head in enumerate(heads)}
-    updated = [
-        (place[sink], *bounds) for sink, bounds in zip(record.sinks, id_bounds(record), strict=True) if sink in place
-    ]
-    write_back([head.as_head() for head in heads], record.ids, updated)
 
 
 def _only(record: GradientRecord, tables: Sequence[TableRows]) -> GradientRecord:

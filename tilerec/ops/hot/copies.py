@@ -142,10 +142,11 @@ def copy_rows_reference_(
     targets: Sequence[Tensor], sources: Sequence[Tensor], targets_U: Tensor, sources_U: Tensor, begins: Sequence[int],
     ends: Sequence[int], columns: Sequence[int],
 ) -> None:  # fmt: skip
-    """Copy rows of several tensors: `targets[k][targets_U[b:e]] = sources[k][sources_U[b:e]]`, columns from `columns[k]`.
+    """Copy rows of several tensors: `targets[k][targets_U[b:e]] = sources[k][sources_U[b:e]]`.
 
     Args:
         targets, sources: of one dtype, `[rows]` or `[rows, columns]`; sources may have more columns.
+        columns: of each pair, the first column of the source to copy.
         targets_U, sources_U: int64, row numbers. Target rows of a pair are distinct.
         begins, ends: of each pair, its range b:e of row numbers.
 
