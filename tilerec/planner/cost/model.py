@@ -53,7 +53,7 @@ ROW_BYTES = 4  # bytes on the device per row in host memory: the number of its c
 LINES_PER_SET = 32  # cache lines per set
 ROOM_FOR_RANGES = 0.25  # part of a rank's memory that the longest ranges of tables with ordered ids may take
 HOT_ID = 8e-9  # seconds to look for an id among hot ones on a CPU, where this was not measured (docs/sharding.md)
-HOT_PIECE = 1e-4  # seconds per piece to write hot rows back; measured on a CPU only (docs/planner-cost.md)
+HOT_PIECE = 3e-5  # seconds per piece to write hot rows back; measured on a CPU only (docs/planner-cost.md)
 HOT_KEY = 6e-5  # seconds per feature on a GPU, where plain PyTorch looks for hot ids: 12 kernels of 5 us, not measured
 FILE_ROW = 1e-5  # seconds per row of a tensor in a file, where this was not measured
 
