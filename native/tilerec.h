@@ -16,7 +16,7 @@
 
 #include <stdint.h>
 
-#define TR_ABI_VERSION 13
+#define TR_ABI_VERSION 14
 #define TR_API extern "C" __attribute__((visibility("default")))
 
 // Data types of numbers, of quantized rows (row_reader.h: 8, 4 or 2 bits per number, read only), and of ids.

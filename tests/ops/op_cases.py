@@ -204,6 +204,8 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
             *(whole(7, 3, 7, 0, 3, 9), whole(0, 2, 6), [1], [1]),
             *([whole(3, 7)], [finder_of(np.array([3, 7])).to(device)], [10], "f@t"),
         ),
+        "updated_hot_rows": lambda: (whole(2, 0, 2), [0], [0], [3], [whole(3, 7, 8)], [0], [6], [10]),
+        "copy_rows_": lambda: ([rand(2, 3)], [rand(2, 4)], whole(1), whole(0), [0], [1], [1]),
         "mark_rows_": lambda: ([whole(0, 8, dtype=torch.int32)], [whole(3, 33, -1)], [40]),
         "select_columns": lambda: (rand(2, 5), whole(0, 3, 3)),
         "best_rows": lambda: (

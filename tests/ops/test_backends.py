@@ -31,6 +31,7 @@ AS_THE_REFERENCE = {
     *("offsets_from_lengths", "take_segments_", "hash_rows_", "take_items_", "best_rows", "cross_"),
     "cross_backward_",
     *("distinct_ids", "expand_rows_", "sum_rows_", "read_rows_", "write_rows_", "hot_ids"),
+    *("updated_hot_rows", "copy_rows_"),
 }
 
 

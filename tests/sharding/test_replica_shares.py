@@ -66,7 +66,7 @@ def test_exact_shares_have_the_bits_of_sums_over_all_bags(size: int, dim: int, m
     def fn(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         record = record_of(group.rank, rows=rows, dim=dim, empty=group.rank == 1)
         tables = [ReplicaTable(7, rows, dim, [0, 1])]
-        rows_U, grads_UD = sum_rows(exchange_replica_gradients(group, range(size), record, tables, exact=True))
+        rows_U, grads_UD = sum_rows(exchange_replica_gradients(group, range(size), record, tables, exact=True)())
         order = rows_U.argsort()
         return rows_U[order], grads_UD[order]
 
@@ -90,7 +90,9 @@ def test_replicas_do_not_send_a_copy_of_their_gradients_to_each_other() -> None:
             0, torch.ones(20, dim), ids, None, None, (7,), (dim,), (0,), (20,), (0,), (dim,), (0,)
         )  # fmt: skip
         group.traffic.reset()
-        agreed = exchange_replica_gradients(group, range(size), record, [ReplicaTable(7, 10**6, dim, [0])], exact=False)
+        agreed = exchange_replica_gradients(
+            group, range(size), record, [ReplicaTable(7, 10**6, dim, [0])], exact=False
+        )()
         assert torch.equal(sum_rows(agreed)[1], torch.full((20, dim), float(size)))
         return sum(sum(sent.bytes) for sent in group.traffic.table() if sent.name == "replica gradients")
 

@@ -6,6 +6,7 @@ Legend: W ranks, D columns.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops.gradient.definition import sum_rows
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding import replicas
@@ -133,10 +135,7 @@ def test_every_form_updates_the_rows_of_the_unsharded_module(
     ("form", "calls"),
     [
         (GradientForm.BAGS, {"replica counts": 1, "replica ids": 1, "replica gradients": 1}),
-        (
-            GradientForm.ROWS,
-            {"replica counts": 1, "replica rows": 1, "replica ids": 1, "replica gradients": 1},
-        ),
+        (GradientForm.ROWS, {"replica counts": 1, "replica ids": 1, "replica gradients": 1}),
         (GradientForm.DENSE, {"replica counts": 1, "replica gradients, dense": 1}),
         (
             GradientForm.SHARES,
@@ -169,7 +168,60 @@ def test_rows_beyond_32_bits_keep_their_numbers(rows: int, form: GradientForm, m
         record = GradientRecord(
             0, torch.ones(2, 3), ids, None, None, (7,), (3,), (0,), (2,), (0,), (3,), (0,)
         )  # fmt: skip
-        agreed = exchange_replica_gradients(group, (0, 1), record, [ReplicaTable(7, rows, 3, [0])], exact=False)
+        agreed = exchange_replica_gradients(group, (0, 1), record, [ReplicaTable(7, rows, 3, [0])], exact=False)()
         return sorted(set(agreed.ids.tolist()))
 
     assert run_virtual_ranks(2, fn) == [[0, 1, rows - 1]] * 2
+
+
+def bags_of_ids(ids: list[list[int]], value: float, *, distinct: bool = False) -> GradientRecord:
+    """One feature of table 7, one bag per list of ids, all gradients of one value."""
+    offsets = torch.tensor([0, *[len(own) for own in ids]]).cumsum(0)
+    flat, grad = torch.tensor(sum(ids, [])), torch.full((len(ids) * DIM,), value)  # noqa: RUF017 - few ids
+    known = (True,) if distinct else ()
+    return GradientRecord(
+        0, grad, flat, offsets, None, (7,), (DIM,), (0,), (len(ids),), (0,), (DIM,), (0,), distinct=known
+    )  # fmt: skip
+
+
+def agreed_rows(group: Group, record: GradientRecord) -> tuple[GradientRecord, list[int], list[float]]:
+    """The record of all replicas, its rows and the first number of each row's sum."""
+    table = ReplicaTable(7, ROWS, DIM, [0])
+    agreed = exchange_replica_gradients(group, (0, 1), record, [table], exact=False)()
+    rows_U, grads_UD = sum_rows(agreed)
+    return agreed, rows_U.tolist(), grads_UD[:, 0].tolist()
+
+
+def test_rows_that_one_replica_has_not_added_up_travel_as_bags() -> None:
+    """Bags of several ids are cheaper for rank 0, rows for both together: its counts have no number of rows."""
+    repeated = [[row % 5] for row in range(60)]
+
+    def fn(group: Group) -> tuple[int, list[int], list[float]]:
+        record = bags_of_ids(repeated, 1.0) if group.rank else bags_of_ids([[3, 9, 3]], 100.0)
+        agreed, rows, sums = agreed_rows(group, record)
+        assert "replica rows" not in {sent.name for sent in group.traffic.table()}
+        return sum(agreed.bags), rows, sums
+
+    assert choose_form(ROWS, DIM, [(1, 3), (60, 60)], 3, bags_can_travel=True, exact=False) is GradientForm.ROWS
+    found = run_virtual_ranks(2, fn)
+    assert found == [(61, [0, 1, 2, 3, 4, 9], [12.0, 12.0, 12.0, 212.0, 12.0, 100.0])] * 2
+
+
+def test_rows_that_are_known_to_be_distinct_are_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[int] = []
+    real = replicas.sum_rows_of_tables
+
+    def counted(record: GradientRecord, features: list[list[int]], rows: list[int]) -> Any:
+        added.extend(rows)
+        return real(record, features, rows)
+
+    monkeypatch.setattr(replicas, "sum_rows_of_tables", counted)
+
+    def fn(group: Group) -> tuple[list[int], list[float]]:
+        record = bags_of_ids([[9], [2 + group.rank]], 1.0 + group.rank, distinct=True)
+        agreed, rows, sums = agreed_rows(group, record)
+        assert agreed.offsets is None
+        return rows, sums
+
+    assert run_virtual_ranks(2, fn) == [([2, 3, 9], [1.0, 2.0, 3.0])] * 2
+    assert not added

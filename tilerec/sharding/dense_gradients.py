@@ -76,7 +76,7 @@ def _store_over_replicas(
         ReplicaTable(t, grad.shape[0], grad.shape[1], [f for f, leaf in enumerate(mine) if leaf == i])
         for t, (i, grad) in enumerate(dense.items())
     ]
-    agreed = exchange_replica_gradients(group, ranks, own, tables, exact=True)
+    agreed = exchange_replica_gradients(group, ranks, own, tables, exact=True)()
     _store(list(dense.values()), agreed.sinks, agreed)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +25,16 @@ class ReplicaTable:
     handle: int
     rows: int
     dim: int
-    features: list[int]  # of the record
+    features: Sequence[int]  # of the record
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Counts of one replica's gradients of one table."""
+class Counts(NamedTuple):
+    """Counts of one replica's gradients of one table; rows: those that it has added up, -1: none yet."""
 
     features: int
     bags: int
     ids: int
+    rows: int = -1
 
 
 def exchange_call(group: Group, others: Sequence[int]) -> Callable[..., Pending]:
@@ -61,9 +62,9 @@ def read_ints(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 def exchange_counts(group: Group, name: str, own: Mapping[int, Sequence[Counts]]) -> dict[int, list[Counts]]:
     """Send counts to every peer, one for each table, and return as many from each peer."""
-    flat = {rank: [number for c in some for number in (c.features, c.bags, c.ids)] for rank, some in own.items()}
+    flat = {rank: [number for c in some for number in c] for rank, some in own.items()}
     return {
-        rank: [Counts(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
+        rank: [Counts(*numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
         for rank, numbers in exchange_ints(group, name, flat).items()
     }
 
@@ -81,6 +82,7 @@ class UnpackedBags:
     """Contents of all replicas' messages, concatenated."""
 
     def __init__(self, gradients: Tensor) -> None:
+        self.single = True  # every bag has one id
         self.lengths: list[Tensor] = []
         self.ids: list[Tensor] = []
         self.grads = [gradients]
@@ -112,6 +114,7 @@ class UnpackedBags:
             at += c.features
         for t, size in zip(as_rows, distinct, strict=True):
             self._take(t, 0, size, tables[t].dim)
+        self.single = self.single and not as_bags
         self.lengths += [lengths, torch.ones_like(rows)]
         self.ids += [ids, rows]
 
@@ -123,11 +126,15 @@ class UnpackedBags:
             self.ids.append(rows_U)
             self.grads.append(grads_UD.reshape(-1))
 
-    def record(self, own: GradientRecord, tables: Sequence[ReplicaTable]) -> GradientRecord:
-        """Return everything as one record, with the features of a table in the order of the sum."""
+    def _offsets(self) -> Tensor:
         lengths_P = torch.cat(self.lengths)
         offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=lengths_P.device)
         torch.cumsum(lengths_P, 0, out=offsets[1:])
+        return offsets
+
+    def record(self, own: GradientRecord, tables: Sequence[ReplicaTable]) -> GradientRecord:
+        """Return everything as one record, with the features of a table in the order of the sum."""
+        offsets = None if self.single else self._offsets()
         features = sorted(self.features)
         dims = tuple([tables[mark[0]].dim for mark, *_ in features])
         grads = self.grads[0] if len(self.grads) == 1 else torch.cat(self.grads)

@@ -59,10 +59,7 @@ def bags_of_record(record: GradientRecord, bounds: Sequence[tuple[int, int]], fe
         ids_N = record.ids[bounds[f][0] : bounds[f][1]]
         edges = None if record.offsets is None else record.offsets[start : start + count + 1]
         lengths_P = torch.ones_like(ids_N) if edges is None else edges[1:] - edges[:-1]
-        grads_PD = record.grad.as_strided(
-            (count, record.dims[f]), (record.grad_strides[f], 1), record.grad.storage_offset() + record.grad_starts[f]
-        )
-        found.append(Bags(record.order[f] if record.order else f, lengths_P, ids_N, grads_PD))
+        found.append(Bags(record.order[f] if record.order else f, lengths_P, ids_N, record.grads_of(f)))
     return found
 
 

@@ -13,7 +13,7 @@ Per table and step, the form that sends the fewest bytes is used (all replicas c
     G[row] = sum over features, then replicas, then occurrences      (exact: in that order; else sums of sums)
 
 For any number of tables: one message with counts, one with integers, one with gradients to every peer, one
-all-reduce, and three messages of shares.
+all-reduce, and four messages of shares. Rows that probably travel are added up first: the counts include them.
 
 Legend: U distinct rows, D columns, P bags, N ids, F features, T tables, R replicas, W ranks.
 """
@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilerec.comms.group import Group
+from tilerec.comms.group import Group, Pending
 from tilerec.ops.backends import outputs_from, reused_empty
 from tilerec.ops.gradient.definition import sum_rows_of_tables
 from tilerec.ops.gradient.record import GradientRecord
@@ -102,38 +103,31 @@ def choose_form(
 
 def exchange_replica_gradients(
     group: Group, replicas: Sequence[int], record: GradientRecord, tables: Sequence[ReplicaTable], *, exact: bool
-) -> GradientRecord:  # fmt: skip
-    """Return the gradients of all replicas as one record, equal on all of them. Collective among `replicas`.
+) -> Callable[[], GradientRecord]:  # fmt: skip
+    """Send the gradients of all replicas to each other. Collective among `replicas`.
 
     Args:
         replicas: owners of the tables, this rank included, ascending.
         record: this rank's gradients of the tables.
+
+    Returns:
+        A function that waits for the gradients of the other replicas and returns those of all as one record, equal on
+        all replicas. It is called once, on all replicas in one order; other work may come before it.
     """
     me, others = group.rank, [rank for rank in replicas if rank != group.rank]
     bounds = id_bounds(record)
-    own = [
-        Counts(
-            len(table.features),
-            sum(record.bags[f] for f in table.features),
-            sum(bounds[f][1] - bounds[f][0] for f in table.features),
-        )
-        for table in tables
-    ]
+    own, sums = _counts_and_sums(record, bounds, tables, exact=exact)
     counts = {**exchange_counts(group, "replica counts", dict.fromkeys(others, own)), me: own}
     forms = [
-        choose_form(
-            table.rows, table.dim, [(counts[r][t].bags, counts[r][t].ids) for r in replicas], group.size,
-            bags_can_travel=record.sample_weights is None, exact=exact,
-        )
+        _form_of_all(table, [counts[r][t] for r in replicas], group.size, record, exact=exact)
         for t, table in enumerate(tables)
-    ]  # fmt: skip
-    as_bags = [t for t, form in enumerate(forms) if form is GradientForm.BAGS]
-    as_rows = [t for t, form in enumerate(forms) if form is GradientForm.ROWS]
-    as_dense = [t for t, form in enumerate(forms) if form is GradientForm.DENSE]
-    in_shares = [t for t, form in enumerate(forms) if form is GradientForm.SHARES]
-    own_sums = [*as_rows, *as_dense, *([] if exact else in_shares)]  # rows that this replica adds up before they travel
-    rows_of = [tables[t].rows for t in own_sums]
-    sums = dict(zip(own_sums, sum_rows_of_tables(record, [tables[t].features for t in own_sums], rows_of), strict=True))
+    ]
+    as_bags, as_rows, as_dense, in_shares = (
+        [t for t, form in enumerate(forms) if form is wanted] for wanted in GradientForm
+    )
+    late = [t for t in [*as_dense, *([] if exact else in_shares)] if t not in sums]
+    sums |= _row_sums(record, bounds, tables, late)
+    distinct = {rank: {t: counts[rank][t].rows for t in as_rows} for rank in replicas}
     if in_shares:
         parts = {
             t: bags_of_record(record, bounds, tables[t].features) if exact else [bags_of_sums(*sums[t])]
@@ -141,43 +135,118 @@ def exchange_replica_gradients(
         }
         sums |= sum_shares(group, replicas, record.serial, tables, parts)
         as_rows = sorted([*as_rows, *in_shares])
+        mine = [sums[t][0].numel() for t in in_shares]
+        summed = {**exchange_ints(group, "replica rows", dict.fromkeys(others, mine)), me: mine}
+        for rank, rows_of_shares in summed.items():
+            distinct[rank] |= dict(zip(in_shares, rows_of_shares, strict=True))
+    messages = {
+        rank: _Contents([counts[rank][t] for t in as_bags], [distinct[rank][t] for t in as_rows]) for rank in replicas
+    }
     small = all(table.rows < 1 << 31 for table in tables)
-    mine = [sums[t][0].numel() for t in as_rows]
-    distinct = exchange_ints(group, "replica rows", dict.fromkeys(others, mine)) if as_rows else {}
-    distinct[me] = mine
     numbers = _pack_numbers(record, bounds, tables, as_bags, [sums[t][0] for t in as_rows], small)
-    received: dict[int, Tensor] = {me: numbers}
-    sizes: list[int] = []  # of each replica's gradients
-    for rank in replicas:
-        bags = [counts[rank][t] for t in as_bags]
-        if rank != me:
-            size = sum(2 * c.features + c.bags + c.ids for c in bags) + sum(distinct.get(rank, []))
-            received[rank] = numbers.new_empty(size)
-        elements = [tables[t].dim * c.bags for t, c in zip(as_bags, bags, strict=True)]
-        elements += [tables[t].dim * count for t, count in zip(as_rows, distinct.get(rank, []), strict=False)]
-        sizes.append(sum(elements))
+    received = {r: numbers if r == me else numbers.new_empty(messages[r].numbers()) for r in replicas}
+    dims = [tables[t].dim for t in as_bags], [tables[t].dim for t in as_rows]
+    sizes = [messages[rank].elements(*dims) for rank in replicas]
     # One buffer for all replicas' gradients, this rank's included: received ones are read in place.
     with outputs_from(group.send_buffer):
         room = reused_empty(sum(sizes), record.grad.dtype, record.grad.device)
     rows = dict(zip(replicas, room.split(sizes), strict=True))
-    gradients = rows[me]
-    _pack_gradients(gradients, record, tables, as_bags, [sums[t][1] for t in as_rows])
-    exchange = exchange_call(group, others)
+    _pack_gradients(rows[me], record, tables, as_bags, [sums[t][1] for t in as_rows])
+    pending: list[Pending] = []
     if as_bags or as_rows:
-        ids_pending = exchange("replica ids", {r: received[r] for r in others}, dict.fromkeys(others, numbers))
-        gradients_pending = exchange(
-            "replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients)
-        )
-        ids_pending.wait()
-        gradients_pending.wait()
-    unpacked = UnpackedBags(room)
-    head = read_ints([received[rank][: 2 * sum(counts[rank][t].features for t in as_bags)] for rank in replicas])
-    for rank, numbers_of_features in zip(replicas, head, strict=True):
-        unpacked.add(received[rank], numbers_of_features, tables, as_bags, [counts[rank][t] for t in as_bags], as_rows,
-                     distinct.get(rank, []))  # fmt: skip
-    if as_dense:
-        unpacked.add_dense(_reduce_dense(group, tables, {t: sums[t] for t in as_dense}), tables)
-    return unpacked.record(record, tables)
+        exchange = exchange_call(group, others)
+        pending = [
+            exchange("replica ids", {r: received[r] for r in others}, dict.fromkeys(others, numbers)),
+            exchange("replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, rows[me])),
+        ]
+
+    def finish() -> GradientRecord:
+        for message in pending:
+            message.wait()
+        unpacked = UnpackedBags(room)
+        heads = read_ints([received[rank][: messages[rank].head()] for rank in replicas])
+        for rank, head in zip(replicas, heads, strict=True):
+            own = messages[rank]
+            unpacked.add(received[rank], head, tables, as_bags, own.bags, as_rows, own.rows)
+        if as_dense:
+            unpacked.add_dense(_reduce_dense(group, tables, {t: sums[t] for t in as_dense}), tables)
+        return unpacked.record(record, tables)
+
+    return finish
+
+
+class _Contents(NamedTuple):
+    """Contents of one replica's message: counts of each table whose bags travel; of each other one, its rows."""
+
+    bags: list[Counts]
+    rows: list[int]
+
+    def head(self) -> int:
+        """Return the integers at the beginning: (position in the sum, bags) of each feature."""
+        return 2 * sum([own.features for own in self.bags])
+
+    def numbers(self) -> int:
+        """Return the integers of the message."""
+        return self.head() + sum([own.bags + own.ids for own in self.bags]) + sum(self.rows)
+
+    def elements(self, dims_of_bags: Sequence[int], dims_of_rows: Sequence[int]) -> int:
+        """Return the elements of the gradients."""
+        of_bags = sum([dim * own.bags for dim, own in zip(dims_of_bags, self.bags, strict=True)])
+        return of_bags + sum([dim * count for dim, count in zip(dims_of_rows, self.rows, strict=True)])
+
+
+Sums = dict[int, tuple[Tensor, Tensor]]
+"""Touched rows [U] and their summed gradients [U, D], by table."""
+
+
+def _counts_and_sums(
+    record: GradientRecord, bounds: Sequence[tuple[int, int]], tables: Sequence[ReplicaTable], *, exact: bool
+) -> tuple[list[Counts], Sums]:
+    """Return this replica's counts, and the sums of the tables whose rows will probably travel.
+
+    The other replicas mostly have similar batches, and the number of rows travels with the other counts. If they
+    differ, bags travel, or rows are added up late: for shares and dense sums.
+    """
+    counts: list[Counts] = []
+    for table in tables:
+        bags = sum([record.bags[f] for f in table.features])
+        counts.append(Counts(len(table.features), bags, sum([bounds[f][1] - bounds[f][0] for f in table.features])))
+    early: list[int] = []
+    for t, (table, own) in enumerate(zip(tables, counts, strict=True)):
+        as_bags = 4 * table.dim * own.bags + 4 * own.ids
+        as_rows = (4 * table.dim + 4) * min(own.ids, table.rows)
+        if not exact and (record.sample_weights is not None or as_rows <= as_bags):
+            early.append(t)
+    sums = _row_sums(record, bounds, tables, early)
+    for t, (rows_U, _) in sums.items():
+        counts[t] = counts[t]._replace(rows=rows_U.numel())
+    return counts, sums
+
+
+def _form_of_all(
+    table: ReplicaTable, counts: Sequence[Counts], group_size: int, record: GradientRecord, *, exact: bool
+) -> GradientForm:  # fmt: skip
+    """Return the form in which a table's gradients are sent; counts: of every replica."""
+    sizes = [(own.bags, own.ids) for own in counts]
+    unweighted = record.sample_weights is None
+    form = choose_form(table.rows, table.dim, sizes, group_size, bags_can_travel=unweighted, exact=exact)
+    not_summed = min([own.rows for own in counts]) < 0
+    return GradientForm.BAGS if form is GradientForm.ROWS and not_summed else form
+
+
+def _row_sums(
+    record: GradientRecord, bounds: Sequence[tuple[int, int]], tables: Sequence[ReplicaTable], named: Sequence[int]
+) -> Sums:
+    """Return the sums of some tables."""
+    found: Sums = {}
+    if record.distinct and record.sample_weights is None and record.grad.dtype in (torch.float32, torch.float64):
+        for t in named:
+            if [record.distinct[f] for f in tables[t].features] == [True]:  # nothing to add up
+                f = tables[t].features[0]
+                found[t] = record.ids[slice(*bounds[f])], record.grads_of(f)
+    left = [t for t in named if t not in found]
+    sums = sum_rows_of_tables(record, [tables[t].features for t in left], [tables[t].rows for t in left])
+    return found | dict(zip(left, sums, strict=True))
 
 
 def _pack_numbers(
@@ -220,9 +289,7 @@ def _pack_gradients(
         torch.cat([grads_UD.reshape(-1) for grads_UD in sums], out=room[end:])
 
 
-def _reduce_dense(
-    group: Group, tables: Sequence[ReplicaTable], sums: dict[int, tuple[Tensor, Tensor]]
-) -> dict[int, tuple[Tensor, Tensor]]:
+def _reduce_dense(group: Group, tables: Sequence[ReplicaTable], sums: Sums) -> Sums:
     """Return the touched rows of each table and their gradients, summed over all ranks.
 
     One tensor is reduced: the number of ranks that touched each row, for all tables, then the gradients.
@@ -240,7 +307,7 @@ def _reduce_dense(
     group.all_reduce_("replica gradients, dense", flat).wait()
     touched = touches.nonzero()[:, 0]
     ends = torch.searchsorted(touched, upload(edges, touched.device)).tolist()
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    found: Sums = {}
     for edge, (begin, end), (t, block) in zip(edges, itertools.pairwise(ends), blocks.items(), strict=False):
         rows_U = touched[begin:end] - edge
         found[t] = (rows_U, block[rows_U])

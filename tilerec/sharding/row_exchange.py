@@ -434,13 +434,12 @@ class RowExchange:
         """Return the gradients as row gradients of this rank's leaves.
 
         Args:
-            sinks: handle per leaf.
-            present: bags of each received part, of frozen tables too.
+            sinks: handle per leaf. present: bags of each received part, of frozen tables too.
         """
         bag_starts = list(itertools.accumulate(present, initial=0))
         sizes = [routed.present[s.count] * s.width for s in self._read_segments]
         grad_starts = list(itertools.accumulate(sizes, initial=0))
-        own = [self._read_segments[i] for i in self._order]
+        own, repeats, me = [self._read_segments[i] for i in self._order], routed.repeats, self.layout.rank
         return GradientRecord(
             serial=next_serial(),
             grad=grads,
@@ -455,6 +454,7 @@ class RowExchange:
             grad_strides=tuple([s.width for s in own]),
             means=(0,) * len(own),
             order=tuple([s.slot * self.layout.size + s.home for s in own]),
+            distinct=() if repeats is None else tuple([s.home == me and repeats.firsts[s.slot] >= 0 for s in own]),
         )
 
     def order(self, routed: Routed, sinks: Sequence[int], trained: Sequence[bool]) -> None:

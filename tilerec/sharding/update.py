@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -31,7 +31,7 @@ from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.update.calls import ApplyCall, PartialsCall, PartRows, RuleTables
 from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.changed_rows import ChangedRows
-from tilerec.sharding.head_rows import UpdatedHead, write_all, write_back
+from tilerec.sharding.head_rows import Head, write_all, write_updated
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group
 from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients, id_bounds
 from tilerec.spec.optimizer import OptimizerSpec, RowWiseAdagrad
@@ -166,20 +166,29 @@ class TileRows(TableRows):
         """Yield lists of tables with the same replicas, with the gradients of all these replicas.
 
         All ranks exchange in one order, that of the tiles' positions, which no write on a single rank can change.
+        Tables without replicas come first: their updates overlap with the exchanges, and no rank waits for those of
+        another one.
         """
+        exchanged: list[tuple[list[TileRows], Callable[[], GradientRecord]]] = []
+        ready: list[tuple[list[TileRows], GradientRecord]] = []
         for peers, own in _by_replicas_here(tables, record):
             replicas = peers[0].peers.replicas
-            if len(replicas) > 1 and not record.agreed:
-                group, ranks = exchange_group(self.peers.group, self.peers.teams, replicas)
-                replica_tables = [table._as_replica(own) for table in peers]
-                own = exchange_replica_gradients(group, ranks, own, replica_tables, exact=self.peers.exact)
-            yield peers, own
+            if len(replicas) == 1 or record.agreed:
+                ready.append((peers, own))
+                continue
+            group, ranks = exchange_group(self.peers.group, self.peers.teams, replicas)
+            features = features_of(own, [table.handle for table in peers])
+            replica_tables = [table._as_replica(features[table.handle]) for table in peers]
+            finish = exchange_replica_gradients(group, ranks, own, replica_tables, exact=self.peers.exact)
+            exchanged.append((peers, finish))
+        yield from ready
+        for peers, finish in exchanged:
+            yield peers, finish()
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         tables = cast("list[TileRows]", list(sinks))
         split: list[tuple[TileRows, RowSums]] = []
         failures: list[NonFiniteGradientError] = []
-        heads: list[UpdatedHead] = []
         for table in tables:
             table.arrive()
             if table.group is not None:
@@ -197,14 +206,10 @@ class TileRows(TableRows):
                     TableRows.take(same[0], same, _only(own, same))
                 except NonFiniteGradientError as error:  # raised later: peers wait for further messages
                     failures.append(error)
-            if any(table.names is not None for table in peers):
-                bounds = id_bounds(own)
-                heads += [table.updated(table._parts_of(own, bounds)) for table in peers if table.names is not None]
+            write_updated([table.as_head() for table in peers if table.names is not None], own)
             for table, sums in zip(ways.parts, _summed(ways.parts, own), strict=True):
                 table.about_to_write(sums[0])
                 split.append((table, sums))
-        if heads:
-            write_back(heads)
         failures += update_in_phases(tables[0].peers.group, split)
         if failures:
             raise failures[0]
@@ -229,32 +234,29 @@ class TileRows(TableRows):
         teams = self.peers.teams
         if teams is None or not teams.apart or teams.axis.size == 1:
             return record
-        replica_tables = [self._as_replica(record)]
+        replica_tables = [self._as_replica(range(len(record.sinks)))]
         return exchange_replica_gradients(
             teams.axis, range(teams.axis.size), record, replica_tables, exact=self.peers.exact
-        )
+        )()
 
-    def _parts_of(self, record: GradientRecord, bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Return the rows of this tile that a record has gradients of; bounds: each feature's range of ids."""
-        return [record.ids[slice(*bounds[f])] for f, sink in enumerate(record.sinks) if sink == self.handle]
-
-    def updated(self, changed: Sequence[Tensor]) -> UpdatedHead:
-        """Return this head with its rows that have changed, for `write_back`; changed: as in `UpdatedHead`."""
+    def as_head(self) -> Head:
+        """Return this head with the tiles beside it that are written after its update."""
         holder: Any = next(iter(self.holders))
-        tiles = [rows for rows in cast("list[TileRows]", holder.tile_rows) if rows.names is None]
-        for tile in tiles:
-            if tile.cache is not None:
-                tile.newer = self
-        tiles = [tile for tile in tiles if tile.cache is None or tile.observers]
-        return UpdatedHead(self, tiles, changed)
+        tiles: list[TileRows] = []
+        for rows in cast("list[TileRows]", holder.tile_rows):
+            if rows.names is None:
+                if rows.cache is not None:
+                    rows.newer = self
+                if rows.cache is None or rows.observers:
+                    tiles.append(rows)
+        return Head(self, tiles)
 
     def _mark(self) -> tuple[int, ...]:
         """Return the sort key of the tile, equal on every rank; its first four numbers identify the rows of a table."""
         place = self.place
         return (*place.key, self.origin, place.row_offset, place.column_offset)
 
-    def _as_replica(self, record: GradientRecord) -> ReplicaTable:
-        features = [f for f, sink in enumerate(record.sinks) if sink == self.handle]
+    def _as_replica(self, features: Sequence[int]) -> ReplicaTable:
         return ReplicaTable(self.handle, self.leaf.shape[0], self.leaf.shape[1], features)
 
 

@@ -428,7 +428,7 @@ def test_each_form_of_replicas_takes_the_seconds_of_its_own_steps(
     close(found.numbers, [numbers])
     close(found.gradients, [gradients])
     close(found.reduced, [reduced])
-    close(found.sent, [numbers + gradients + (8 if form == 1 else 0) + (24 if form < 3 else 0)])
+    close(found.sent, [numbers + gradients + (32 if form < 3 else 0)])
     close(found.seconds, [seconds + numbers * 4 * 0.25 + 67])
 
 
@@ -454,7 +454,7 @@ def test_copies_on_some_ranks_update_a_larger_part_of_the_batches() -> None:
         close(found.parts["update"], sorted_ids * 13 + bags * 17 + u * 11)
         summed = 2 * present * 17 + ids * 13 + 2 * own * 32 * 0.25
         local = 2 * present * 23 if by_bags else summed
-        sent = numbers + gradients + 24 + (0 if by_bags else 8)
+        sent = numbers + gradients + 32
         close(found.parts["replicas"], sent * (31 + 37) + local + 2 * numbers * 0.25 + 67)
         assert not found.network["update between hosts"].any()
         assert not found.between_hosts["replica gradients"].any()
@@ -476,9 +476,9 @@ def test_copies_on_some_ranks_add_up_rows_in_shares() -> None:
     close(found.sent["replica gradients"], [gradients] * 3 + [0])
     close(found.between_hosts["replica gradients"], [gradients / 2] * 2 + [gradients, 0])
     close(found.sent["replica ids"], [ids] * 3 + [0])
-    close(found.sent["replica shares"], [48] * 3 + [0])
+    close(found.sent["replica shares"], [64] * 3 + [0])
     close(found.sent["replica rows"], [16] * 3 + [0])
-    sent = gradients + ids + 48 + 48 + 16
+    sent = gradients + ids + 64 + 64 + 16
     close(
         found.parts["replicas"],
         np.array([sent / 2, sent / 2, 0, 0]) * (31 + 37) + np.array([1, 1, 1, 0]) * float(copies.seconds[0]),

@@ -32,6 +32,8 @@ class GradientRecord:
     means: tuple[int, ...]
     # Position of each feature in the sum over all ranks, if the record is one of several ranks'; empty: 0, 1, 2 …
     order: tuple[int, ...] = ()
+    # Per feature, True if no row is in two of its bags, each of which has one id; empty: not known.
+    distinct: tuple[bool, ...] = ()
     agreed: bool = False  # contains the gradients of all ranks with copies of these rows
 
     def gradients(self, tables: Sequence[int]) -> Gradients:
@@ -44,9 +46,14 @@ class GradientRecord:
         if len(features) == len(self.sinks):
             return self
         names = ["sinks", "dims", "starts", "bags", "grad_starts", "grad_strides", "means"]
-        if self.order:
-            names.append("order")
+        names += [name for name in ("order", "distinct") if getattr(self, name)]
         some: dict[str, Any] = {
             name: tuple([values[f] for f in features]) for name in names for values in [getattr(self, name)]
         }
         return replace(self, **some)
+
+    def grads_of(self, feature: int) -> Tensor:
+        """Return the gradients of a feature's bags, a view [bags, dim]."""
+        at = self.grad.storage_offset() + self.grad_starts[feature]
+        size, strides = (self.bags[feature], self.dims[feature]), (self.grad_strides[feature], 1)
+        return self.grad.as_strided(size, strides, at)

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
+from tilerec.ops.hot.copies import indexable
 from tilerec.parallel.model_tables import Name, table_word
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer, TensorTransfer
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
 from tilerec.sharding.changed_rows import ChangedRows
-from tilerec.sharding.head_rows import HotCopies, indexable, names_of
+from tilerec.sharding.head_rows import HotCopies, names_of
 from tilerec.sharding.retile import RowState, new_peers, replace_tiles
 from tilerec.sharding.table import ShardedTable, logical_tensor, tiles_or_empty
 from tilerec.sharding.update import TileRows, UpdatePeers

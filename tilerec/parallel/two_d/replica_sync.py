@@ -18,6 +18,7 @@ Legend: R replicas, U rows that any of them touched.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -182,7 +183,9 @@ class ReplicaSync:
         for tile in rows:
             tile.wrote()
         if hot:
-            write_back([head.updated([rows_U]) for head, rows_U in hot])
+            ends = list(itertools.accumulate([rows_U.numel() for _, rows_U in hot], initial=0))
+            updated = [(h, *bounds) for h, bounds in enumerate(itertools.pairwise(ends))]
+            write_back([head.as_head() for head, _ in hot], torch.cat([rows_U for _, rows_U in hot]), updated)
 
     # ------------------------------------------------------------------------------------------------ row numbers
 

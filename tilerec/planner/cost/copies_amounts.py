@@ -39,8 +39,8 @@ class Head(NamedTuple):
 
 # The charges of each form of `Replicas`: 0 bags, 1 rows, 2 dense, 3 dense without an attached optimizer, 4 shares.
 _CHARGES_OF_FORMS = (
-    ("replicas", (0, 1, 2, 4)), ("replica rows", (0, 1, 4)), ("replica row numbers", (1, 4)),
-    ("dense replicas", (2, 3)), ("replica shares", (4,)),
+    ("replicas", (0, 1, 2, 4)), ("replica rows", (0, 1, 4)), ("dense replicas", (2, 3)),
+    ("replica shares", (4,)),
 )  # fmt: skip
 
 

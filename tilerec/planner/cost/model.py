@@ -46,13 +46,14 @@ NETWORK_OF_STAGE = {stage: network for network, stage in STAGE_OF_NETWORK.items(
 DEVICE, HOST = 0, 1
 """Memory tiers."""
 
+COUNTS_BYTES = 32.0  # of a replica for each other one: features, bags, ids and rows of a table (replica_messages.py)
 KEY_BYTES = 16  # bytes per id while gradients are sorted: key and occurrence, twice
 LINE_BYTES = 17  # bytes of a cache line besides its row and state: row number, last use, and a flag
 ROW_BYTES = 4  # bytes on the device per row in host memory: the number of its cache line
 LINES_PER_SET = 32  # cache lines per set
 ROOM_FOR_RANGES = 0.25  # part of a rank's memory that the longest ranges of tables with ordered ids may take
 HOT_ID = 8e-9  # seconds to look for an id among hot ones on a CPU, where this was not measured (docs/sharding.md)
-HOT_PIECE = 1e-4  # seconds per piece to write hot rows back; measured on a CPU only (docs/planner-cost.md)
+HOT_PIECE = 3e-5  # seconds per piece to write hot rows back; measured on a CPU only (docs/planner-cost.md)
 HOT_KEY = 6e-5  # seconds per feature on a GPU, where plain PyTorch looks for hot ids: 12 kernels of 5 us, not measured
 FILE_ROW = 1e-5  # seconds per row in a file, where this was not measured
 FILE_BYTES = 12288  # of a record that takes twice the time of a short one (docs/planner-cost.md)
@@ -325,16 +326,15 @@ class Replicas:
         self.form = np.where(work.attached[table], self.form, 3)
         word = np.where(rows < 1 << 31, 4.0, 8.0)
         wide = float(work.wide)
-        by_rows = (self.form == 1) | (self.form == 4)
         self.numbers = np.select(
             [self.form == 0, self.form == 1], [(2.0 * features + bags + ids) * word, own * word], 0.0
         )
         self.gradients = np.select([self.form == 0, self.form == 1], [bags, own], 0.0) * dim * wide
-        self.row_numbers = np.where(by_rows, 8.0, 0.0)  # "replica rows"
-        self.sent = self.numbers + self.gradients + self.row_numbers + np.where(self.form != 3, 24.0, 0.0)
+        self.row_numbers = np.where(self.form == 4, 8.0, 0.0)  # "replica rows"
+        self.sent = self.numbers + self.gradients + self.row_numbers + np.where(self.form != 3, COUNTS_BYTES, 0.0)
         # In shares, a replica's own rows travel with their length and number, then the sums of all with their number.
         shared = 2.0 * own * word + everyone * word
-        self.sent += np.where(self.form == 4, 24.0 + 2.0 * word, 0.0)
+        self.sent += np.where(self.form == 4, COUNTS_BYTES + 2.0 * word, 0.0)
         self.shared_numbers = np.where(self.form == 4, shared, 0.0)
         self.shared_gradients = np.where(self.form == 4, (own + everyone) * dim * wide, 0.0)
         self.share_head = np.where(self.form == 4, 2.0 * word, 0.0)

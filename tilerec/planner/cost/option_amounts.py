@@ -19,7 +19,7 @@ from tilerec.planner.cost.workload import Bools, Ints
 from tilerec.planner.search.instance import PICO
 
 CHARGES = (
-    "exchange", "replicas", "replica rows", "replica row numbers", "dense replicas", "replica shares", "hosts",
+    "exchange", "replicas", "replica rows", "dense replicas", "replica shares", "hosts",
     "row sums", "partly filled",
 )  # fmt: skip
 """Fixed charges: costs that a plan pays once if any table needs them.

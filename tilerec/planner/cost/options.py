@@ -232,7 +232,7 @@ def _charges(amounts: OptionAmounts, paid: frozenset[str]) -> tuple[Ints, int]:
     calls = model.call * amounts.work.collections
     # Number of collectives of each charge, in the order of CHARGES.
     seconds = [
-        3 * calls, calls, 2 * calls, calls, calls, 3 * calls, 2 * calls, talks * calls,
+        3 * calls, calls, 2 * calls, calls, 4 * calls, 2 * calls, talks * calls,
         float(model.rates.copied(0.5 * output)),
     ]  # fmt: skip
     charge = np.floor(np.array(seconds) * PICO).astype(np.int64)
@@ -250,7 +250,6 @@ def _charges(amounts: OptionAmounts, paid: frozenset[str]) -> tuple[Ints, int]:
 _CHARGES_OF_TRAFFIC = {
     "rows": ("exchange",),
     "replica gradients": ("replicas", "replica rows"),
-    "replica rows": ("replicas", "replica row numbers"),
     "replica shares": ("replica shares",),
     "replica gradients, dense": ("replicas", "dense replicas"),
     "dense gradients": ("dense replicas",),

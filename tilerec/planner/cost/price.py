@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilerec.planner.cost.model import (
+    COUNTS_BYTES,
     HOST,
     KEY_BYTES,
     NETWORK_STAGES,
@@ -320,8 +321,8 @@ class _Pricing:
         for i, ((_, tile), update) in enumerate(zip(tiles, updates.tolist(), strict=True)):
             self._copies(tile, replicas, i, update)
         in_shares = bool(np.any(forms == 4))
-        self.calls += int(np.any(forms != 3)) + 2 * int(in_shares or np.any(forms < 2)) + 3 * int(in_shares)
-        self.calls += int(in_shares or np.any(forms == 1)) + int(np.any((forms == 2) | (forms == 3)))
+        self.calls += int(np.any(forms != 3)) + 2 * int(in_shares or np.any(forms < 2)) + 4 * int(in_shares)
+        self.calls += int(np.any((forms == 2) | (forms == 3)))
 
     def _copies(self, tile: Tile, form: Replicas, i: int, update: float) -> None:
         """Add the exchange and the updates of the copies of one tile, the i-th of `form`.
@@ -346,7 +347,7 @@ class _Pricing:
         self.parts["update"][owners] += update
         self.memory[owners] += 2.0 * (sent - ring + reduced)
         bytes_of = {
-            "replica counts": 24.0,
+            "replica counts": COUNTS_BYTES,
             "replica rows": float(form.row_numbers[i]),
             "replica ids": float(form.numbers[i]),
             "replica gradients": float(form.gradients[i]),
@@ -356,7 +357,7 @@ class _Pricing:
         if form.form[i] == 3:
             lines = {"dense gradients": ring}
         elif form.form[i] == 4:
-            lines["replica shares"] = 24.0 * others
+            lines["replica shares"] = COUNTS_BYTES * others
             lines["replica ids"] += float(form.share_head[i]) * others + float(form.shared_numbers[i]) * part
             lines["replica gradients"] += float(form.shared_gradients[i]) * part
         elif form.form[i] == 2:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tilerec.ops.runtime.cpu.records import layout
 
-ABI_VERSION = 13  # TR_ABI_VERSION of native/tilerec.h
+ABI_VERSION = 14  # TR_ABI_VERSION of native/tilerec.h
 _REBUILD = "Build it again (make native)"
 LOG = logging.getLogger("tilerec.native")
 
