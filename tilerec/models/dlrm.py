@@ -31,6 +31,7 @@ from tilerec.modules.mlp import MLP
 from tilerec.modules.recorded_call import is_proxy
 from tilerec.modules.utils import check_size
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.sparse.keys import Keys
 
 __all__ = [
     "DLRM",
@@ -64,20 +65,20 @@ class SparseArch(nn.Module):
         super().__init__()
         tables = table_configs(embedding_bag_collection)
         self.D = common_dim("SparseArch", tables)
-        self._sparse_feature_names = output_names(tables)
-        self.F = len(self._sparse_feature_names)
+        self._keys = Keys.of(output_names(tables))
+        self.F = len(self._keys)
         self.embedding_bag_collection = embedding_bag_collection
 
     @property
     def sparse_feature_names(self) -> list[str]:
         """Names along the F dimension; `feature@table` if several tables read the feature."""
-        return list(self._sparse_feature_names)
+        return list(self._keys)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         vectors = pooled(self.embedding_bag_collection, features)
-        if not is_proxy(vectors) and vectors.keys() == self._sparse_feature_names:
+        if not is_proxy(vectors) and vectors.columns().keys == self._keys:
             return vectors.values().reshape(-1, self.F, self.D)
-        return torch.stack([vectors[name] for name in self._sparse_feature_names], dim=1)
+        return torch.stack([vectors[name] for name in self._keys.names], dim=1)
 
 
 class DenseArch(nn.Module):
