@@ -115,7 +115,7 @@ class _Flight:
     edge: GradientEdge | None = None  # the output of the tail; None: a view of the flat output
 
 
-HANDLE_DTYPE = torch.float64  # requires a gradient, and has all numbers
+HANDLE_DTYPE = torch.float32  # requires a gradient, and is exact up to 16 million; of float64 torch would guard the value
 _HANDLES, _TICKETS = itertools.count(1), itertools.count(1)
 _MODULES: weakref.WeakValueDictionary[int, TracedModule] = weakref.WeakValueDictionary()
 _FLIGHTS: dict[int, tuple[_Flight, weakref.ref[Tensor]]] = {}
