@@ -65,20 +65,21 @@ class SparseArch(nn.Module):
         super().__init__()
         tables = table_configs(embedding_bag_collection)
         self.D = common_dim("SparseArch", tables)
-        self._keys = Keys.of(output_names(tables))
-        self.F = len(self._keys)
+        self._sparse_feature_names = output_names(tables)
+        self._text = Keys.of(self._sparse_feature_names).text
+        self.F = len(self._sparse_feature_names)
         self.embedding_bag_collection = embedding_bag_collection
 
     @property
     def sparse_feature_names(self) -> list[str]:
         """Names along the F dimension; `feature@table` if several tables read the feature."""
-        return list(self._keys)
+        return list(self._sparse_feature_names)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         vectors = pooled(self.embedding_bag_collection, features)
-        if not is_proxy(vectors) and vectors.columns().keys == self._keys:
+        if not is_proxy(vectors) and vectors.columns().text == self._text:
             return vectors.values().reshape(-1, self.F, self.D)
-        return torch.stack([vectors[name] for name in self._keys.names], dim=1)
+        return torch.stack([vectors[name] for name in self._sparse_feature_names], dim=1)
 
 
 class DenseArch(nn.Module):
