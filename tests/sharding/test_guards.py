@@ -19,12 +19,10 @@ from tilerec.models import DLRM
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.compiled_model import compile_model
-from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keys import Keys
 from tilerec.spec.table import EmbeddingBagConfig
-from tilerec.spec.tile import Tiling
 
 ROWS, SAMPLES = 20, 5
 
@@ -133,20 +131,6 @@ def test_a_change_of_training_is_noticed_at_the_next_call(change: Callable[..., 
         for (name, one), other in zip(eager.named_parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(other, one, rtol=0, atol=0, msg=name)
             torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0, msg=name)
-
-
-def test_tables_that_are_cut_again_are_noticed_at_the_next_call() -> None:
-    eager, twin = dlrm(2), dlrm(2)
-    compiled, _ = counted(twin)
-    for step in range(3):
-        for model, forward in ((eager, eager), (twin, compiled)):
-            if step == 1:
-                cut = {key: two_tiles(ROWS, 8, ((0,),), 0) for key in keys(2)}
-                reshard(model, {"sparse_arch.embedding_bag_collection": cut})
-            forward(*batch(keys(2))).sum().backward()
-        for (name, one), other in zip(eager.named_parameters(), twin.parameters(), strict=True):
-            assert torch.equal(other, one), name
-    assert len(twin.sparse_arch.embedding_bag_collection.embedding_bags["f0"].leaves()) == 2
 
 
 def test_a_copy_of_a_model_has_lookups_of_its_own() -> None:
