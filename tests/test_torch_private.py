@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -507,6 +508,8 @@ def test_rules_for_sizes_change_only_while_the_graph_is_made() -> None:
     torch.compile(lambda x: x + 1, fullgraph=True, dynamic=True, backend=backend)(torch.ones(3))
     assert made == [True, False]
     assert called == [False, False]
+    assert private._with_sizes_as_numbers(lambda: config.backed_size_oblivious)
+    assert pickle.loads(pickle.dumps(compiled.dynamo_ctx.callback.func)) is private._with_sizes_as_numbers
 
 
 def test_a_wrapper_is_prepared_apart_from_the_forward_of_its_module(one_rank) -> None:  # type: ignore[no-untyped-def]

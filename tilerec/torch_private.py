@@ -114,28 +114,18 @@ def keep_order(op: Any) -> None:
 def trace_all_sizes(compiled: Any) -> None:
     """Have the tracer of a `torch.compile(module)` take sizes of 0 and 1 for numbers like others.
 
-    These are settings of the process. They hold while a graph is made, not in calls of graphs, where setting them took
-    14 us. Substitute: `torch._dynamo.decorators.mark_unbacked` of every tensor of a batch, which fails where a model
-    compares sizes.
+    Substitute: `torch._dynamo.decorators.mark_unbacked` of a batch's tensors; it fails where a model compares sizes.
     """
-    context: Any = getattr(compiled, "dynamo_ctx", None)
-    if context is None:  # the module itself: TORCH_COMPILE_DISABLE, disable=True
-        return
-    context.callback = _SizesAsNumbers(context.callback)
-    compiled._initialize()  # takes the callback
+    if context := getattr(compiled, "dynamo_ctx", None):  # None: not compiled, by disable=True
+        make_graph = context.callback
+        context.callback = functools.partial(_with_sizes_as_numbers, make_graph)
+        vars(context.callback).update(vars(make_graph))  # torch reads them
+        compiled._initialize()  # takes the callback
 
 
-class _SizesAsNumbers:
-    """The function by which torch makes a graph, with its attributes, under other settings."""
-
-    def __init__(self, make_graph: Any) -> None:
-        vars(self).update(vars(make_graph))
-        self._make_graph = make_graph
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        config: Any = torch.fx.experimental._config
-        with config.patch(backed_size_oblivious=True, use_duck_shape=False):
-            return self._make_graph(*args, **kwargs)
+def _with_sizes_as_numbers(make_graph: Any, *args: Any) -> Any:
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True, use_duck_shape=False):  # type: ignore[attr-defined]
+        return make_graph(*args)
 
 
 def change_inductor_graphs(op: Any, change: Callable[[torch.fx.Node], None]) -> bool:

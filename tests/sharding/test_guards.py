@@ -135,8 +135,7 @@ def test_a_change_of_training_is_noticed_at_the_next_call(change: Callable[..., 
 
 def test_a_copy_of_a_model_has_lookups_of_its_own() -> None:
     model = dlrm(2)
-    compiled, counter = counted(model)
-    compiled(*batch(keys(2))).sum().backward()
+    counted(model)[0](*batch(keys(2))).sum().backward()
     other = copy.deepcopy(model)
     bags, copied = (own.sparse_arch.embedding_bag_collection for own in (model, other))
     assert int(bags.handle) != int(copied.handle)

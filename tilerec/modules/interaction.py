@@ -115,16 +115,15 @@ def pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
     Returns:
         [B, n (n - 1) / 2], dtype of `x_BnD`.
 
-    In compiled programs on a CPU it is one op, with one guard. Traced, it had 42 guards, and inductor gathered the pairs
-    in a loop of its own, slower than torch's kernel. Exported programs run where this op is not registered.
+    In compiled programs on a CPU it is one op. Traced, it adds 42 lines of guards, and inductor gathers the pairs in a
+    loop of its own: 637 us forward and 710 backward for 256 samples of 27 x 64, and 594 and 480 with torch's kernel
+    (Intel Xeon, one thread, medians). Exported programs run where this op is not registered.
 
     The vectors [1, 0], [2, 3], [4, 5] give [2, 4, 23].
     """
-    if x_BnD.device.type == "cpu" and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        if not torch.is_autocast_enabled("cpu"):  # autocast does not see into an op
-            traced: torch.Tensor = torch.ops.tilerec.pair_dots(x_BnD)
-            return traced
-    pairs: torch.Tensor = _PairDots.apply(x_BnD)
+    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    opaque = compiled and x_BnD.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    pairs: torch.Tensor = torch.ops.tilerec.pair_dots(x_BnD) if opaque else _PairDots.apply(x_BnD)
     return pairs
 
 

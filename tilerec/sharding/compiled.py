@@ -54,8 +54,9 @@ class TracedModule(nn.Module):
     """Sharded module that a compiled program calls by its handle (abstract)."""
 
     handle: Tensor
-    """Number of this object, and the leaf of its lookups in compiled programs: it requires a gradient, which is zero, so
-    every rank has a backward. One tensor for both, as each input of a program has 14 guards."""
+    """Number of this object, and a leaf of its lookups: it requires a gradient, so that every rank has a backward.
+
+    It is one tensor for both, as each tensor that a program takes has 8 guards."""
     traced_settings: int
     """Compiled programs guard this number. It changes with the settings that they take for constants."""
 
@@ -115,7 +116,7 @@ class _Flight:
     edge: GradientEdge | None = None  # the output of the tail; None: a view of the flat output
 
 
-HANDLE_DTYPE = torch.float32  # requires a gradient, and is exact up to 16 million; of float64 torch would guard the value
+HANDLE_DTYPE = torch.float32  # exact up to 16 million; torch guards values of float64
 _HANDLES, _TICKETS = itertools.count(1), itertools.count(1)
 _MODULES: weakref.WeakValueDictionary[int, TracedModule] = weakref.WeakValueDictionary()
 _FLIGHTS: dict[int, tuple[_Flight, weakref.ref[Tensor]]] = {}
