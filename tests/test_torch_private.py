@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +27,11 @@ from torch.utils.data import default_collate
 
 from tilerec import ops as ops
 from tilerec import torch_private as private
+
+
+class _Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
 
 
 class _Watch(torch.autograd.Function):
@@ -475,12 +481,35 @@ def test_programs_take_the_result_of_a_constant_function_without_guards() -> Non
 def test_sizes_of_0_and_1_need_no_graph_of_their_own_where_a_tracer_is_oblivious_of_them() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(lambda x: x * 2, fullgraph=True, dynamic=True, backend=counter)
+    compiled = torch.compile(_Doubled(), fullgraph=True, dynamic=True, backend=counter)
+    private.trace_all_sizes(compiled)
     for size in (1, 5, 0):
-        end = private.size_oblivious()()
         assert compiled(torch.ones(size)).shape == (size,)
-        end()
     assert counter.frame_count == 1
+
+
+def test_rules_for_sizes_change_only_while_the_graph_is_made() -> None:
+    torch._dynamo.reset()
+    config: Any = torch.fx.experimental._config
+    made: list[bool] = []
+    called: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        def call(*args: Any) -> Any:
+            called.append(config.backed_size_oblivious)
+            return graph.forward(*args)
+
+        made.append(config.backed_size_oblivious)
+        return call
+
+    compiled = torch.compile(_Doubled(), fullgraph=True, dynamic=True, backend=backend)
+    private.trace_all_sizes(compiled)
+    compiled(torch.ones(3))
+    torch.compile(lambda x: x + 1, fullgraph=True, dynamic=True, backend=backend)(torch.ones(3))
+    assert made == [True, False]
+    assert called == [False, False]
+    assert private._with_sizes_as_numbers(lambda: config.backed_size_oblivious)
+    assert pickle.loads(pickle.dumps(compiled.dynamo_ctx.callback.func)) is private._with_sizes_as_numbers
 
 
 def test_a_wrapper_is_prepared_apart_from_the_forward_of_its_module(one_rank) -> None:  # type: ignore[no-untyped-def]

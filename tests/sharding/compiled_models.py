@@ -22,6 +22,7 @@ from tilerec.parallel.compiled_model import compile_model
 from tilerec.parallel.shard import shard
 from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from tilerec.spec.topology import Topology
 from tilerec.testing.batches import random_batch
@@ -107,6 +108,16 @@ def model(case: Case, group: ProcessGroupComms) -> Model:
     topology = Topology(group.size, "cpu", hosts=HOSTS[group.size])
     shard_collection(tables, tilings, group, group.split("route"), topology, exact=case.form == "exact")  # type: ignore[arg-type]
     return made
+
+
+def planned(case: Case, group: ProcessGroupComms) -> Model:
+    """Return this rank's part of a case's model, with tables in ranges of rows, by a plan that may change."""
+    torch.manual_seed(3)
+    tables, columns = _tables(case)
+    if case.attached:
+        apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), {"lr": 0.1})
+    rows: Any = {"tables": {name: ParameterSharding("row_wise") for name in ("ab", "c")}}
+    return shard(Model(tables, columns), env=group, plan=rows)  # type: ignore[return-value]
 
 
 def batch(case: Case, step: int, rank: int) -> tuple[Tensor, KeyedJaggedTensor]:

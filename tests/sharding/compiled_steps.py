@@ -11,11 +11,13 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from tests.sharding.compiled_models import Case, assert_twins, batch, model
+from tests.parity.harness import TILINGS
+from tests.sharding.compiled_models import Case, assert_twins, batch, model, planned
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import TilerecError
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.compiled_model import compile_model
+from tilerec.parallel.resharding.reshard import reshard
 from tilerec.sharding.late_calls import run_late
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -110,6 +112,26 @@ def changed_training() -> None:
     both(lambda own: own.tables.embedding_bags["ab"].weight.requires_grad_(True), 1)
     both(lambda own: apply_optimizer_in_backward(torch.optim.SGD, own.tables.parameters(), {"lr": 0.1}), 2)
     both(lambda own: own.tables.embedding_bags["ab"].weight.requires_grad_(False), 3)  # no other graph
+
+
+def cut_again(attached: bool) -> int:
+    """Tables are cut in another way after the model has been compiled: as in eager mode. Returns this rank's tiles."""
+    torch._dynamo.reset()
+    case, group = Case("sum", attached=attached), ProcessGroupComms()
+    eager, twin = planned(case, group), planned(case, group)
+    compiled = compile_model(twin, backend=case.backend)
+    for step in range(3):
+        for own, forward in ((eager, eager), (twin, compiled)):
+            if step == 1:
+                bags = own.tables.embedding_bags
+                cut = {
+                    name: TILINGS["two_tiles"](table.config.num_embeddings, table.config.embedding_dim, ((0, 1),), 0)
+                    for name, table in bags.items()
+                }
+                reshard(own, {"tables": cut})
+            _train(case, forward, step, group.rank)
+        assert_twins(case, eager, twin)
+    return len(twin.tables.embedding_bags["ab"].leaves())  # type: ignore[union-attr, operator, index]
 
 
 _FLYING: dict[str, int] = {}  # bytes by name of message, sent and not yet waited for

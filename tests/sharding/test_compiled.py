@@ -10,7 +10,7 @@ import pytest
 
 from tests.parity.harness import TILINGS
 from tests.sharding.compiled_models import Case, run
-from tests.sharding.compiled_steps import bad_id, changed_training, in_flight, other_mode, unused_output
+from tests.sharding.compiled_steps import bad_id, changed_training, cut_again, in_flight, other_mode, unused_output
 from tests.sharding.managed_models import POLICIES
 from tilerec.errors import CommsError
 from tilerec.testing.ranks import Ranks
@@ -71,6 +71,11 @@ def test_every_policy_of_managed_collision(form: str, backend: str, world: int, 
 
 def test_settings_of_training_may_change_after_the_model_was_compiled(pools: dict[int, Ranks]) -> None:
     pools[2].run(changed_training)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_tables_may_be_cut_again_after_the_model_was_compiled(attached: bool, pools: dict[int, Ranks]) -> None:
+    assert pools[2].run(cut_again, attached) == [2, 2]
 
 
 def test_a_bad_id_raises_on_all_ranks_and_the_next_batch_trains(pools: dict[int, Ranks]) -> None:

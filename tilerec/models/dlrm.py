@@ -31,6 +31,7 @@ from tilerec.modules.mlp import MLP
 from tilerec.modules.recorded_call import is_proxy
 from tilerec.modules.utils import check_size
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.sparse.keys import Keys
 
 __all__ = [
     "DLRM",
@@ -65,6 +66,7 @@ class SparseArch(nn.Module):
         tables = table_configs(embedding_bag_collection)
         self.D = common_dim("SparseArch", tables)
         self._sparse_feature_names = output_names(tables)
+        self._text = Keys.of(self._sparse_feature_names).text
         self.F = len(self._sparse_feature_names)
         self.embedding_bag_collection = embedding_bag_collection
 
@@ -75,7 +77,7 @@ class SparseArch(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         vectors = pooled(self.embedding_bag_collection, features)
-        if not is_proxy(vectors) and vectors.keys() == self._sparse_feature_names:
+        if not is_proxy(vectors) and vectors.columns().text == self._text:
             return vectors.values().reshape(-1, self.F, self.D)
         return torch.stack([vectors[name] for name in self._sparse_feature_names], dim=1)
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from tilerec.errors import InputError
 from tilerec.modules.utils import check_size
 from tilerec.ops.backends import reused_empty
 from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
 from tilerec.ops.runtime.library import LIBRARY
+from tilerec.torch_private import BelowAutograd
 
 
 def pair_count(vectors: int) -> int:
@@ -48,51 +50,60 @@ def _pair_numbers(vectors: int, device: torch.device) -> torch.Tensor:
     return numbers.flatten()
 
 
-def _fake_columns(values_BN: torch.Tensor, columns_P: torch.Tensor) -> torch.Tensor:
-    return values_BN.new_empty(values_BN.shape[0], columns_P.shape[0])
+def _pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
+    products_Bnn = torch.bmm(x_BnD, x_BnD.transpose(1, 2))
+    return products_Bnn.flatten(1).index_select(1, _pair_positions(x_BnD.shape[1], x_BnD.device))
 
 
-@LIBRARY.op("select_columns(Tensor values, Tensor columns) -> Tensor", _fake_columns)
-def _select_columns(values_BN: torch.Tensor, columns_P: torch.Tensor) -> torch.Tensor:
-    return values_BN.index_select(1, columns_P)
+def _pair_dots_gradient(grad_BP: torch.Tensor, x_BnD: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of X: S X, where S has each pair's gradient at (i, j) and (j, i).
 
-
-def _columns_of(values_BN: torch.Tensor, columns_P: torch.Tensor) -> torch.Tensor:
-    """Return `values[:, columns]`, [B, P].
-
-    In compiled programs on a CPU torch's kernel computes it, behind an op. With inductor's own loop `pair_dots` of 256
-    samples of 27 x 64 takes 637 us forward and 710 backward; so it takes 594 and 480 (Intel Xeon, one thread, medians).
-    Exported programs run where this op is not registered.
+    Autograd would scatter and compute two products. All operations are differentiable, so second derivatives work.
     """
-    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    if compiled and values_BN.device.type == "cpu":
-        chosen: torch.Tensor = torch.ops.tilerec.select_columns(values_BN, columns_P)
-        return chosen
-    return values_BN.index_select(1, columns_P)
+    batch, vectors, _ = x_BnD.shape
+    padded = torch.cat([grad_BP, grad_BP.new_zeros(batch, 1)], dim=1)
+    s_Bnn = padded.index_select(1, _pair_numbers(vectors, x_BnD.device)).view(batch, vectors, vectors)
+    return torch.bmm(s_Bnn.to(x_BnD.dtype), x_BnD)
 
 
 class _PairDots(torch.autograd.Function):
-    """Dot products of all pairs of n vectors.
-
-    With each pair's gradient at (i, j) and (j, i), the gradient of the n × n products is a symmetric matrix S. One
-    batched product S X then gives the gradient of X; autograd would scatter and compute two products. The backward uses
-    differentiable operations only, so second derivatives work.
-    """
-
     @staticmethod
     def forward(ctx: Any, x_BnD: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_BnD)
-        products_Bnn = torch.bmm(x_BnD, x_BnD.transpose(1, 2))
-        return _columns_of(products_Bnn.flatten(1), _pair_positions(x_BnD.shape[1], x_BnD.device))
+        return _pair_dots(x_BnD)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return _pair_dots_gradient(grads[0], *ctx.saved_tensors)
+
+
+def _fake_pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
+    return x_BnD.new_empty(x_BnD.shape[0], pair_count(x_BnD.shape[1]))
+
+
+LIBRARY.op("pair_dots(Tensor x) -> Tensor", _fake_pair_dots)(_pair_dots)
+LIBRARY.op("pair_dots_gradient(Tensor grad, Tensor x) -> Tensor", lambda _, x: x.new_empty(x.shape))(
+    _pair_dots_gradient
+)
+
+
+class _PairDotsOp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BnD: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_BnD)
+        with BelowAutograd():
+            pairs: torch.Tensor = torch.ops.tilerec.pair_dots.default(x_BnD)
+        return pairs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x_BnD,) = ctx.saved_tensors
-        grad_BP = grads[0]
-        batch, vectors, _ = x_BnD.shape
-        padded = torch.cat([grad_BP, grad_BP.new_zeros(batch, 1)], dim=1)
-        s_Bnn = _columns_of(padded, _pair_numbers(vectors, x_BnD.device)).view(batch, vectors, vectors)
-        return torch.bmm(s_Bnn.to(x_BnD.dtype), x_BnD)
+        gradient: torch.Tensor = torch.ops.tilerec.pair_dots_gradient.default(grad, x_BnD)
+        return gradient
+
+
+LIBRARY.impl("pair_dots", lambda x_BnD: _PairDotsOp.apply(x_BnD), "Autograd")
 
 
 def pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
@@ -104,9 +115,15 @@ def pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
     Returns:
         [B, n (n - 1) / 2], dtype of `x_BnD`.
 
+    In compiled programs on a CPU it is one op. Traced, it adds 42 lines of guards, and inductor gathers the pairs in a
+    loop of its own: 637 us forward and 710 backward for 256 samples of 27 x 64, and 594 and 480 with torch's kernel
+    (Intel Xeon, one thread, medians). Exported programs run where this op is not registered.
+
     The vectors [1, 0], [2, 3], [4, 5] give [2, 4, 23].
     """
-    pairs: torch.Tensor = _PairDots.apply(x_BnD)
+    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    opaque = compiled and x_BnD.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    pairs: torch.Tensor = torch.ops.tilerec.pair_dots(x_BnD) if opaque else _PairDots.apply(x_BnD)
     return pairs
 
 

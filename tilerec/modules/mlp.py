@@ -69,7 +69,7 @@ class Perceptron(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         check_last_dim("Perceptron", input, self._in_size)
         layer = self._linear
-        if self._activation_fn is torch.relu and can_bypass_dispatcher((input,)) and runs_forward_only(layer, Linear):
+        if can_bypass_dispatcher((input,)) and self._activation_fn is torch.relu and runs_forward_only(layer, Linear):
             return linear(input, layer.weight, layer.bias, relu=True)  # no hook reads the product without the relu
         output: torch.Tensor = self._activation_fn(layer(input))
         return output

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilerec.torch_private import size_oblivious
+from tilerec.torch_private import trace_all_sizes
 
 
 def compile_model(model: nn.Module, **options: Any) -> nn.Module:
@@ -24,15 +24,6 @@ def compile_model(model: nn.Module, **options: Any) -> nn.Module:
         options: further arguments of `torch.compile`; they override those above.
     """
     compiled: Any = torch.compile(model, **{"fullgraph": True, "dynamic": True, **options})
-    traced, begin = compiled.forward, size_oblivious()
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        end = begin()
-        try:
-            return traced(*args, **kwargs)
-        finally:
-            end()
-
-    compiled.forward = forward
+    trace_all_sizes(compiled)
     found: nn.Module = compiled
     return found

@@ -38,7 +38,7 @@ from tilerec.sharding.exchange import Exchange, LookedUpBatch
 from tilerec.sharding.late_calls import run_late
 from tilerec.sharding.table import COLLECTIONS_OF
 from tilerec.sharding.tile_leaves import TileLeaves, dense_leaves
-from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, from_leaves, leaves_of
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, from_leaves, text_leaves_of
 from tilerec.torch_private import (
     BelowAutograd,
     autograd_visible,
@@ -54,8 +54,11 @@ class TracedModule(nn.Module):
     """Sharded module that a compiled program calls by its handle (abstract)."""
 
     handle: Tensor
-    traced_settings: int = 0
-    """Compiled programs guard this number. It changes with the settings of training that they take for constants."""
+    """Number of this object, and a leaf of its lookups: it requires a gradient, so that every rank has a backward.
+
+    It is one tensor for both, as each tensor that a program takes has 8 guards."""
+    traced_settings: int
+    """Compiled programs guard this number. It changes with the settings that they take for constants."""
 
     def renew_handle(self, tables: Iterable[nn.Module] = ()) -> None:
         """Give this object a handle of its own. A copy of the object needs another one.
@@ -65,7 +68,8 @@ class TracedModule(nn.Module):
         """
         for table in tables:
             COLLECTIONS_OF.setdefault(table, weakref.WeakSet()).add(self)
-        self.handle = torch.tensor([next(_HANDLES)], device="cpu")
+        self.handle = torch.tensor(float(next(_HANDLES)), dtype=HANDLE_DTYPE, device="cpu", requires_grad=True)
+        self.__dict__.setdefault("traced_settings", 0)  # a class attribute would be guarded in every base class
         _MODULES[int(self.handle)] = self
 
     @abstractmethod
@@ -112,6 +116,7 @@ class _Flight:
     edge: GradientEdge | None = None  # the output of the tail; None: a view of the flat output
 
 
+HANDLE_DTYPE = torch.float32  # exact up to 16 million; torch guards values of float64
 _HANDLES, _TICKETS = itertools.count(1), itertools.count(1)
 _MODULES: weakref.WeakValueDictionary[int, TracedModule] = weakref.WeakValueDictionary()
 _FLIGHTS: dict[int, tuple[_Flight, weakref.ref[Tensor]]] = {}
@@ -126,10 +131,13 @@ def traced_module(handle: Tensor) -> TracedModule:
 
 
 @constant_in_programs
-def dense_names(handle: Tensor, _settings: int) -> tuple[tuple[str, str], ...]:
-    """Return `dense_leaves` of a collection. Guards of them would read several objects per table in each call."""
+def traced_constants(handle: Tensor, _settings: int) -> tuple[tuple[tuple[str, str], ...], torch.dtype, bool]:
+    """Return `dense_leaves` of a collection, its output's dtype, and whether it takes sample weights.
+
+    Guards of these values would read several objects per table in each call.
+    """
     collection: Any = traced_module(handle)
-    return dense_leaves(collection._tables)
+    return dense_leaves(collection._tables), collection._traced_dtype, getattr(collection, "_is_weighted", False)
 
 
 def is_traceable(features: object) -> TypeGuard[KeyedJaggedTensor]:
@@ -140,19 +148,18 @@ def is_traceable(features: object) -> TypeGuard[KeyedJaggedTensor]:
 
 
 def _arguments(module: TracedModule, features: KeyedJaggedTensor) -> tuple[Any, ...]:
-    leaves, (keys, present, _, inverse_keys) = leaves_of(features)
-    context = repr((keys, present, 0, inverse_keys))  # lookups do not read the stride, a number to guard
+    leaves, context = text_leaves_of(features)
     weights = features.weights_or_none()
     trains = torch.is_grad_enabled()
     return (
-        module.handle, [leaf.detach() for leaf in leaves], context, trains,
+        module.handle.detach(), [leaf.detach() for leaf in leaves], context, trains,
         trains and weights is not None and weights.requires_grad,
     )  # fmt: skip
 
 
 def begin(module: TracedModule, features: KeyedJaggedTensor) -> Tensor:
     """Begin a lookup, and return its ticket. Collective."""
-    ticket: Tensor = _OPS.begin_sharded_lookup(*_arguments(module, features))
+    ticket: Tensor = torch.ops.tilerec.begin_sharded_lookup(*_arguments(module, features))
     return ticket
 
 
@@ -180,12 +187,12 @@ def finish(
     """Return the output of a lookup.
 
     Args:
-        anchor: a leaf that requires a gradient, so that every rank has a backward.
+        anchor: the handle of the collection.
         weights: sample weights of the batch.
         dense: `dense_leaves` of the tables.
         size, dtype, device: of the output.
     """
-    out: Tensor = _OPS.finish_sharded_lookup(ticket, anchor, weights, dense, size, dtype, device)
+    out: Tensor = torch.ops.tilerec.finish_sharded_lookup(ticket, anchor, weights, dense, size, dtype, device)
     return out
 
 
@@ -346,7 +353,7 @@ def _fake_backward(
     ticket: Tensor, grad: Tensor, needs: bool, count: int, dtype: torch.dtype, dense: Sequence[Tensor]
 ) -> list[Tensor]:
     return [
-        torch.empty((), device="cpu"),
+        torch.empty((), dtype=HANDLE_DTYPE, device="cpu"),
         grad.new_empty(count if needs else 0, dtype=dtype),
         *map(torch.empty_like, dense),
     ]
@@ -381,7 +388,7 @@ def _backward(
     if weight_grad is None:
         weight_grad = grad.new_zeros(count if needs else 0, dtype=dtype)
     given = [torch.zeros_like(leaf) if own is None else own for leaf, own in zip(dense, grads, strict=True)]
-    return [torch.zeros((), device="cpu"), weight_grad, *given]
+    return [torch.zeros((), dtype=HANDLE_DTYPE, device="cpu"), weight_grad, *given]
 
 
 def _tail_grads(edge: GradientEdge, inputs: Sequence[Tensor | None], grad: Tensor) -> list[Any]:

@@ -26,7 +26,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.feature_reads import key_positions
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sharding.combine_autograd import Output, combine, pooled_output
-from tilerec.sharding.compiled import Begun, Combination, TracedModule, begin, dense_names, finish, is_traceable
+from tilerec.sharding.compiled import Begun, Combination, TracedModule, begin, finish, is_traceable, traced_constants
 from tilerec.sharding.exchange import Exchange, LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.sharding.home_bags import check_variable, pooled_at_home, rows_of_samples, split_parts
@@ -44,7 +44,7 @@ class ShardedCollection(TableCollection, TracedModule):
     """Common base of the two sharded collections; `shard_collection` converts an unsharded one in place."""
 
     exchange: Exchange
-    _traced_dtype: torch.dtype  # of the output: one number to guard in compiled programs, in place of one per table
+    _traced_dtype: torch.dtype  # of the output; a change of it raises `traced_settings`
     routed_ahead: RoutedAhead | None = None
     """Set by a pipeline during a forward: returns the result of a `route` that ran ahead of it, or None."""
 
@@ -63,12 +63,18 @@ class ShardedCollection(TableCollection, TracedModule):
     def _renew_sinks(self) -> None:
         super()._renew_sinks()
         self.renew_handle(self._tables.values())
-        self._traced_dtype = self._dtype(self._leaves.first)
+        self._note_dtype()
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedCollection:
         super()._apply(fn, recurse)
-        self._traced_dtype = self._dtype(self._leaves.first)
+        self._note_dtype()
         return self
+
+    def _note_dtype(self) -> None:
+        dtype = self._dtype(self._leaves.first)
+        if dtype != self.__dict__.get("_traced_dtype", dtype):
+            self.traced_settings += 1
+        self._traced_dtype = dtype
 
     @_eager
     def route(self, features: KeyedJaggedTensor) -> RoutedFeatures:
@@ -239,11 +245,12 @@ class ShardedCollection(TableCollection, TracedModule):
     def _finish_traced(
         self, features: KeyedJaggedTensor, ticket: Tensor, weights: Tensor | None, size: Sequence[int]
     ) -> Tensor:
-        weights = weights if getattr(self, "_is_weighted", False) else None
-        tables = self._tables
-        names = dense_names(self.handle, self.traced_settings)
-        dense = cast("list[Tensor]", [tables[name]._parameters[leaf] for name, leaf in names])
-        return finish(ticket, self.exchange.anchor, weights, dense, size, self._traced_dtype, features.device())
+        names, dtype, weighted = traced_constants(self.handle, self.traced_settings)
+        dense: list[Any] = []
+        if names:
+            tables = self._tables
+            dense = [tables[name]._parameters[leaf] for name, leaf in names]
+        return finish(ticket, self.handle, weights if weighted else None, dense, size, dtype, features.device())
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
@@ -261,7 +268,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
 
     def finish_traced(self, features: KeyedJaggedTensor, ticket: Tensor, weights: Tensor | None) -> KeyedTensor:
         """Return the output of a lookup that has begun in a compiled program, and has these sample weights."""
-        size = [features.stride(), sum(self._dims)]
+        size = [features.stride(), self._columns.offsets[-1]]
         return KeyedTensor.from_columns(self._columns, self._finish_traced(features, ticket, weights, size))
 
     @_eager

@@ -18,15 +18,16 @@ from tilerec.torch_private import pytree
 
 @final
 class Columns:
-    """Keys and their widths; immutable.
+    """Keys and their widths; immutable. `text` is that of the keys.
 
     Raises `InputError` unless there is one non-negative width per key.
     """
 
-    __slots__ = ("keys", "lengths", "offsets")
+    __slots__ = ("keys", "lengths", "offsets", "text")
 
     def __init__(self, keys: Sequence[str], lengths: Sequence[int]) -> None:
         self.keys = Keys.of(keys)
+        self.text = self.keys.text
         self.lengths = tuple(lengths)
         if any(isinstance(length, float) for length in self.lengths):
             raise InputError(

@@ -44,7 +44,14 @@ from tilerec.sparse.kjt_copy import copy_parts_
 from tilerec.sparse.kjt_fields import Parts
 from tilerec.sparse.kjt_text import features_text, is_readable, shapes_text
 from tilerec.sparse.memory import allocate_like, clear_storage, record_stream, size_in_bytes
-from tilerec.sparse.pytree_registration import Context, dump_context, flatten, load_context, unflatten
+from tilerec.sparse.pytree_registration import (
+    Context,
+    dump_context,
+    flatten,
+    flatten_as_text,
+    load_context,
+    unflatten,
+)
 from tilerec.sparse.segments import Segments
 from tilerec.sparse.selection import permute, permute_needs_key_offsets, split
 from tilerec.sparse.slices import key_lengths, slice_all, slice_one
@@ -487,6 +494,11 @@ def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
 def leaves_of(kjt: KeyedJaggedTensor) -> tuple[list[Any], Context]:
     """Return the given tensors of a batch, and the static rest; `from_leaves` is the inverse, without key offsets."""
     return flatten(kjt._parts)
+
+
+def text_leaves_of(kjt: KeyedJaggedTensor) -> tuple[list[Any], str]:
+    """Return `leaves_of` with the static rest as text, and without a batch size: the input of an op that looks up."""
+    return flatten_as_text(kjt._parts)
 
 
 def _flatten_with_keys(kjt: KeyedJaggedTensor) -> tuple[list[tuple[Any, Any]], Context]:

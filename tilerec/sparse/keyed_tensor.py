@@ -77,10 +77,10 @@ class KeyedTensor:
         self._values = values
         self._key_dim = key_dim
 
-    @staticmethod
-    def from_columns(columns: Columns, values: Tensor, key_dim: int = 1) -> KeyedTensor:
+    @classmethod
+    def from_columns(cls, columns: Columns, values: Tensor, key_dim: int = 1) -> KeyedTensor:
         """Build a keyed tensor from consistent parts, without checks, for modules that build one in each step."""
-        keyed = KeyedTensor.__new__(KeyedTensor)
+        keyed = cls.__new__(cls)
         keyed._columns = columns
         keyed._values = values
         keyed._key_dim = key_dim

@@ -36,11 +36,13 @@ class UnknownKeyError(InputError, KeyError):
 class Keys(Sequence[str]):
     """Ordered feature names; repeated names only with `copies`.
 
+    `text` is the `repr` of the names: a compiled program that reads it guards one value, and not one per name.
+
     Raises `InputError` for a name that is not a string, and for a repeated name. With `copies=True` names may repeat:
     their bags are copies.
     """
 
-    __slots__ = ("_hash", "_index", "_selections", "_splits", "names")
+    __slots__ = ("_hash", "_index", "_selections", "_splits", "names", "text")
 
     def __init__(self, names: Sequence[str], copies: bool = False) -> None:
         if isinstance(names, str):
@@ -54,6 +56,7 @@ class Keys(Sequence[str]):
                 raise InputError(
                     f"keys: got {name!r}, a {type(name).__name__}; expected feature names (str). Pass strings."
                 )
+        self.text = repr(self.names)
         # Not under Dynamo, which cannot trace it in torch 2.11.
         self._hash = 0 if torch.compiler.is_compiling() else hash(self.names)
         self._selections: dict[tuple[int, ...], Keys] = {}

@@ -35,6 +35,12 @@ def flatten(parts: Parts) -> tuple[list[Any], Context]:
     return list(present.values()), (parts.keys.names, tuple(present), stride, inverse_keys)
 
 
+def flatten_as_text(parts: Parts) -> tuple[list[Any], str]:
+    """Return the leaves, and the context as text for `ast.literal_eval`, with a stride of 0."""
+    leaves, (_, present, _, inverse_keys) = flatten(parts)
+    return leaves, f"({parts.keys.text}, {present!r}, 0, {inverse_keys!r})"
+
+
 def unflatten(leaves: Any, context: Context) -> Parts:
     """Rebuild the parts from the results of `flatten`; leaves may be any objects that a tree is mapped to."""
     keys, present, stride, inverse_keys = context

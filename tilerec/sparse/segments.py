@@ -16,6 +16,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.compiler import is_exporting
 
 from tilerec.errors import InputError
 from tilerec.ops.jagged.definition import offsets_from_lengths, unbacked_rows
@@ -121,7 +122,7 @@ class Segments:
             return 0
         given = self.given_offsets if self.given_lengths is None else self.given_lengths
         assert given is not None, "segments hold lengths or offsets"
-        if keys == 1 or given.dim() == 2 or not torch.compiler.is_exporting():
+        if keys == 1 or given.dim() == 2 or not is_exporting():
             return self.count() // keys
         rows = unbacked_rows(given, keys).shape[0]
         return (rows - 1 if self.given_lengths is None else rows) // keys

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from tilerec.torch_private import dispatch_mode_count, function_mode_count, functorch_is_active
 
@@ -25,7 +26,7 @@ def can_bypass_dispatcher(tensors: Iterable[Tensor]) -> bool:
     It may if all are of torch's own tensor types and no tracer, mode or transform is active. Autograd does not count.
     """
     return not (
-        torch.compiler.is_compiling()  # a tracer evaluates only this condition
+        is_compiling()  # a tracer evaluates only this condition; through `torch`, it would guard that of each file
         or dispatch_mode_count()
         or function_mode_count()
         or torch.jit.is_tracing()
