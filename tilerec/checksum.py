@@ -1,6 +1,6 @@
 """`crc32`: the CRC-32 of zip archives and checkpoints, with `zlib.crc32`'s arguments and values.
 
-ISA-L computes it with carry-less multiplication, four to five times as fast as zlib's tables. Its package `isal` belongs
+ISA-L computes it with carry-less multiplication, four times as fast as zlib does. Its package `isal` belongs
 to the extra `train` on the platforms that it has wheels for; without it, zlib computes the same numbers.
 """
 

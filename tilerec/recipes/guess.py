@@ -410,7 +410,7 @@ def run_text(profile: DataProfile, path: str, guesses: list[Guess]) -> str:
         "data.columns.ids": "Ids: kind = single, list or sequence; columns with the same `table` share its rows.",
         "data.columns.tables": 'Tables of the ids. Hashed ids may share rows; ids = "managed" gives each its own.',
         "model": "dlrm needs dense features; dcn, mlp and linear (a baseline) take any columns: docs/models.md.",
-        "train": 'A second epoch often fits old rows and misses new ones. seed, device, eval_every and more: docs/training.md.',
+        "train": "A second epoch often fits the past only. seed, device, eval_every and more: docs/training.md.",
         **_element_comments("labels", roles["label"]),
         **_element_comments("dense", roles["dense"]),
         **_element_comments("ids", roles["id"]),
