@@ -49,15 +49,15 @@ int64_t replace(const Map& map, Id* ids, int64_t count) {
   return -1;
 }
 
-// One pair of tensors, as the caller writes it: ten numbers. Strides are in elements, `column` is the first of the source.
+// One pair of tensors, as the caller writes it: ten numbers. Widths are in elements, `column` is the first of the source.
 struct Pair {
-  int64_t target, source, target_rows, source_rows, target_stride, source_stride, element, begin, end, column;
+  int64_t target, source, target_rows, source_rows, target_width, source_width, element, begin, end, column;
 };
 
 // Copies the rows of a pair; returns the position of the first row outside of its tensor, or -1.
 int64_t copy(const Pair& pair, const int64_t* targets, const int64_t* sources) {
-  const size_t bytes = static_cast<size_t>(pair.target_stride * pair.element);
-  const int64_t from = pair.source_stride * pair.element;
+  const size_t bytes = static_cast<size_t>(pair.target_width * pair.element);
+  const int64_t from = pair.source_width * pair.element;
   char* target = reinterpret_cast<char*>(pair.target);
   const char* source = reinterpret_cast<const char*>(pair.source) + pair.column * pair.element;
   for (int64_t u = pair.begin; u < pair.end; ++u) {

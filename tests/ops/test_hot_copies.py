@@ -95,7 +95,7 @@ def random_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_rows_of_all_types_are_copied_bit_by_bit(dtype: torch.dtype, contiguous: bool) -> None:
-    shapes = [((9, 3), (7, 5), 2), ((9,), (7,), 0), ((4, 130), (7, 130), 0), ((9, 1), (7, 4), 3), ((5, 0), (6, 2), 1)]
+    shapes = [((9, 3), (7, 5), 2), ((9,), (7,), 0), ((4, 130), (7, 130), 0), ((9, 1), (7, 4), 3), ((5, 0), (7, 2), 1)]
     sources = [random_rows(own, dtype, seed) for seed, (_, own, _) in enumerate(shapes)]
     targets_U, sources_U = torch.tensor([8, 0, 3, 2, 3, 0]), torch.tensor([6, 6, 0, 5, 1, 1])
     ranges = [(0, 3), (0, 4), (3, 6), (2, 2), (4, 6)]

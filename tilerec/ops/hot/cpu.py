@@ -102,7 +102,9 @@ def _copy_rows_(library: ctypes.CDLL) -> Callable[..., None]:
         numbers = array("q")
         for target, source, *rest in zip(targets, sources, begins, ends, columns, strict=True):
             at = target.data_ptr(), source.data_ptr(), target.shape[0], source.shape[0]
-            numbers.extend((*at, target.stride(0), source.stride(0), target.element_size(), *rest))
+            # Not strides: torch gives rows without columns, and a single row, any.
+            widths = (target.shape[1], source.shape[1]) if target.dim() == 2 else (1, 1)
+            numbers.extend((*at, *widths, target.element_size(), *rest))
         bad = copy(
             numbers.buffer_info()[0], len(targets), targets_U.data_ptr(), sources_U.data_ptr(), torch.get_num_threads()
         )
