@@ -95,18 +95,16 @@ def test_keys_with_the_same_text_have_the_same_names() -> None:
 
 
 def test_a_data_type_that_changes_is_another_graph() -> None:
-    model = dlrm(2, attached=False)
+    """The optimizer is attached, so no table is an input of the program, whose type would be guarded."""
+    model = dlrm(2)
     compiled, counter = counted(model)
     compiled(*batch(keys(2)))
     bags = model.sparse_arch.embedding_bag_collection
-    model.to(torch.float32)  # no change
+    bags.to(torch.float32)  # no change
     compiled(*batch(keys(2)))
     assert counter.frame_count == 1
     bags.to(torch.bfloat16)
-    model.dense_arch.to(torch.bfloat16)
-    model.over_arch.to(torch.bfloat16)
-    dense, features = batch(keys(2))
-    assert compiled(dense.bfloat16(), features).dtype == torch.bfloat16
+    assert torch.equal(compiled(*batch(keys(2))), model(*batch(keys(2))))
     assert counter.frame_count == 2
 
 
