@@ -46,7 +46,7 @@ NETWORK_OF_STAGE = {stage: network for network, stage in STAGE_OF_NETWORK.items(
 DEVICE, HOST = 0, 1
 """Memory tiers."""
 
-COUNTS_BYTES = 32.0  # of a replica for each other one: features, bags, ids and rows of a table (replica_messages.py)
+COUNTS_BYTES = 32.0  # of a replica for each other: features, bags, ids, rows of a table (sharding/replica_messages.py)
 KEY_BYTES = 16  # bytes per id while gradients are sorted: key and occurrence, twice
 LINE_BYTES = 17  # bytes of a cache line besides its row and state: row number, last use, and a flag
 ROW_BYTES = 4  # bytes on the device per row in host memory: the number of its cache line
