@@ -443,10 +443,9 @@ class Pricing:
             stages[stage] += self._seconds(between, speeds.network_out, speeds.network_in)
         calls = 1 + 3 * total.travels + 2 * total.merges + total.phases
         if total.forms:
-            # Counts; ids and gradients; numbers of rows; an all-reduce; counts, ids and gradients of shares.
+            # Counts; ids and gradients; an all-reduce; of shares the numbers of rows, counts, ids and gradients.
             calls += bool(total.forms - {BARE}) + 2 * bool(total.forms & {BAGS, ROWS, SHARES})
-            calls += bool(total.forms & {ROWS, SHARES}) + bool(total.forms & {DENSE, BARE})
-            calls += 3 * (SHARES in total.forms)
+            calls += bool(total.forms & {DENSE, BARE}) + 4 * (SHARES in total.forms)
         memory = total.memory.copy()
         memory[:, world.tier] += 2.0 * total.output  # the output and its gradient
         return Price(stages, calls * world.call * self.collections, memory, total.pieces + 2)
@@ -764,8 +763,8 @@ class _OfTable:
             # Bytes to each other copy, and bytes that an all-reduce adds up.
             numbers = {BAGS: (2.0 * len(table.features) * homes + bags + ids) * word, ROWS: own * word}.get(form, 0.0)
             gradients = {BAGS: bags, ROWS: own}.get(form, 0.0) * dim * wide
-            sent = numbers + gradients + 8.0 * (form in (ROWS, SHARES)) + 24.0 * (form != BARE)
-            sent += (24.0 + 2.0 * word) * (form == SHARES)
+            sent = numbers + gradients + 32.0 * (form != BARE)
+            sent += (32.0 + 8.0 + 2.0 * word) * (form == SHARES)
             # In shares: own rows with length and number to the replicas that add them up, then the sums to all.
             shared = (2.0 * own + every) * word + (own + every) * dim * wide
             reduced = {
