@@ -43,6 +43,15 @@ def test_first_and_second_derivatives_of_the_dots_check(vectors: int) -> None:
     assert torch.autograd.gradgradcheck(pair_dots, (x,))
 
 
+def test_a_prediction_may_come_before_the_first_training_step() -> None:
+    vectors = 11  # no other test has as many: the pairs of each number are made once
+    x = torch.randn(2, vectors, 3, dtype=torch.float64, requires_grad=True)
+    with torch.inference_mode():
+        expected = pair_dots(x.detach())
+    assert torch.equal(pair_dots(x), expected)
+    assert torch.autograd.gradgradcheck(pair_dots, (x,))
+
+
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_the_gradient_of_the_dots_equals_that_of_plain_torch(contiguous: bool) -> None:
     base = torch.randn(3, 7, 5) if contiguous else torch.randn(3, 5, 7).transpose(1, 2)
