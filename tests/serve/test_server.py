@@ -435,9 +435,9 @@ def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
     for wrong in ({"workers": 0}, {"port": 70000}, {"rows_per_second": 49}, {"rows_per_second": -1}, {"every": nan}):
         with pytest.raises(ConfigError, match="serve: got"):
             ServerOptions(str(tmp_path), **wrong)  # type: ignore[arg-type]
-    for load in ({"rate": 0}, {"rate": float("inf")}, {"seconds": float("inf")}, {"rate": nan}):
+    for wrong_load in ({"rate": 0}, {"rate": float("inf")}, {"seconds": float("inf")}, {"rate": nan}):
         with pytest.raises(ConfigError, match="Load: got"):
-            Load(**load)  # type: ignore[arg-type]
+            Load(**wrong_load)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Batching: got"):
         Batching(wait_ms=nan)
     ended = CliRunner().invoke(app, ["bench-serve", str(tmp_path), "--pairs", "1:\u00b2"])
