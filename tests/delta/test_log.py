@@ -383,6 +383,9 @@ def test_the_history_of_a_row(tmp_path: Path) -> None:
         assert write.rank == 0
     with pytest.raises(InputError, match="got row 300"):
         list(row_history(DeltaLog(tmp_path), weight, 300))
+    shutil.rmtree(tmp_path / "delta-2")
+    with pytest.raises(InputError, match=r"got delta-1 before it, .*expected number 2 of the same log"):
+        list(row_history(DeltaLog(tmp_path), weight, row))
 
 
 def test_the_row_of_a_raw_id(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from tests.storage.cached_tables import batch, ebc, output
 from tilerec.checkpoint import load, save
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.delta import DeltaLog, DeltaWriter, EntryName, Follower
+from tilerec.delta.row_history import row_history
 from tilerec.errors import ConfigError, InputError
+from tilerec.ops.quantized.row_format import dequantize_rows, quantize_rows
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import column_wise, table_wise
 from tilerec.quantized import quantize_tables
@@ -61,6 +63,18 @@ def test_a_quantized_model_follows_a_log_of_its_row_types(tmp_path: Path, types:
         same(target, module, **types)
     entry = DeltaLog(tmp_path).open(EntryName(2, False))
     assert 0 < entry.rows < 200
+
+
+def test_the_history_of_a_quantized_row_has_the_numbers_that_it_stands_for(tmp_path: Path) -> None:
+    module = ebc(SPEC)
+    writer = DeltaWriter(tmp_path, module, row_type="int4", per_table={"c": "fp16"})
+    writer.publish(0)
+    for name, row_type in (("a", "int4"), ("c", "fp16")):
+        weight = module.embedding_bags[name].weight.detach()  # type: ignore[union-attr,index]
+        (found,) = row_history(DeltaLog(tmp_path), f"embedding_bags.{name}.weight", 3)
+        assert found.columns == (0, weight.shape[1])
+        want = weight[3:4].half() if row_type == "fp16" else dequantize_rows(quantize_rows(weight[3:4], 4), 8, 4)
+        assert torch.equal(found.values, want[0])
 
 
 def test_a_budget_counts_quantized_rows_after_a_restart(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,6 +127,22 @@ def test_tables_with_names_of_module_attributes(quantized: bool) -> None:
     with torch.no_grad():
         got = found.program.module()(features.values(), features.lengths().view(4, 3))
         assert torch.equal(got.values(), model(features).values())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_tables_that_clamp_ids(strict: bool, quantized: bool) -> None:
+    configs = [EmbeddingBagConfig(rows, 4, f"t{rows}", feature_names=["u"]) for rows in (10, 20)]
+    model: nn.Module = EmbeddingBagCollection(configs, on_bad_id="clamp").eval()
+    if quantized:
+        model = quantize_tables(model, "int8")
+    batches = [
+        (KeyedJaggedTensor.from_lengths_sync(["u"], torch.tensor(ids), torch.ones(len(ids), dtype=torch.int64)),)
+        for ids in ([3, 4, 5], [99, -1, 15, 2], [12])
+    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* lay outside their tables and were clamped")
+        _check(model, batches[0], batches, strict=strict)
 
 
 def test_a_model_with_quantized_tables() -> None:

@@ -118,6 +118,84 @@ def test_other_weights_are_another_version(fault: Callable[[Package], None], cau
         assert (item.differing, item.largest) == (1, pytest.approx(0.5))
 
 
+def test_a_feature_is_compared_in_each_of_its_tables() -> None:
+    model = every_kind()
+    package = package_of(copy.deepcopy(model), every_batch(3).args())
+    args = every_batch(5, 3).args()
+    id_ = int(args[1]["item"].values()[0])
+    package.weights["rows.embeddings.seen.weight"][id_] += 0.5
+    result = parity(package, model, batches(package, [args]))
+    assert {(one.name, one.table) for one in result.features} == {
+        ("user", "pooled.embedding_bags.user"),
+        ("user", "weighted._embedding_bag_collection.embedding_bags.place"),
+        ("user", "small.embedding_bags.user"),
+        ("user", "read.embeddings.read"),
+        ("item", "pooled.embedding_bags.item"),
+        ("item", "rows.embeddings.seen"),
+        ("item", "small.embedding_bags.item"),
+        ("raw", "managed._embedding_module.embedding_bags.raw"),
+    }
+    assert [(one.table, one.cause, one.differing) for one in result.features if one.cause] == [
+        ("rows.embeddings.seen", "other version", 1)
+    ]
+
+
+class Sized(nn.Module):
+    """One table and a layer of its columns, of any sizes."""
+
+    def __init__(self, rows: int = 24, dim: int = 4, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        config = EmbeddingBagConfig(rows, dim, "user", feature_names=["user"])
+        self.tables = EmbeddingBagCollection([config], **options)
+
+    def forward(self, sparse: KeyedJaggedTensor) -> Tensor:
+        found: Tensor = self.tables(sparse).values()
+        return found.sum(1, keepdim=True)
+
+
+CLAMPED = pytest.mark.filterwarnings("ignore:.* lay outside their tables and were clamped")
+USERS = KeyedJaggedTensor.from_lengths_sync(["user"], torch.tensor([3, 99, -1]), torch.tensor([1, 2]))
+
+
+@CLAMPED
+def test_ids_that_a_table_clamps_are_compared_as_it_reads_them() -> None:
+    model = Sized(on_bad_id="clamp").eval()
+    package = package_of(copy.deepcopy(model), (USERS,))
+    assert parity(package, model, batches(package, [(USERS,)])).is_equal
+    package.weights["tables.embedding_bags.user.weight"][23] += 0.5  # the row of id 99
+    (user,) = parity(package, model, batches(package, [(USERS,)])).features
+    assert (user.seen, user.differing, user.cause) == (3, 1, "other version")
+
+
+@CLAMPED
+@pytest.mark.parametrize("sizes", [{"dim": 5}, {"rows": 12}, {"rows": 120}])
+def test_a_table_of_another_size_is_another_version(sizes: dict[str, int]) -> None:
+    package = package_of(Sized(on_bad_id="clamp").eval(), (USERS,))
+    result = parity(package, Sized(**sizes, on_bad_id="clamp").eval(), batches(package, [(USERS,)]))
+    assert causes(result) == {"user": "other version"}
+
+
+class Wide(Two):
+    def forward(self, sparse: KeyedJaggedTensor) -> Tensor:
+        logits: Tensor = self.over(torch.cat([self.tables(sparse).values()] * 2, 1))
+        return logits
+
+
+class Several(Two):
+    def forward(self, sparse: KeyedJaggedTensor) -> Any:
+        return super().forward(sparse), sparse.values()
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [(Wide, "got 'mat1 and mat2 shapes cannot be multiplied .* from the model"), (Several, "got a model with 2 out")],
+)
+def test_a_model_of_other_layers_or_outputs_is_refused(model: type[Two], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        found(package_of(Two().eval(), LOGGED[0]), model())
+
+
 class Factor(Two):
     def __init__(self, factor: float) -> None:
         super().__init__()

@@ -31,6 +31,7 @@ EXEMPT = {
     "remapped_batch": "the same",
     "finish_sharded_lookup": "the same",
     "sharded_lookup_backward": "the same",
+    "sync_replicas": "it names the tables of a DMPCollection; tests/parallel/test_compiled_ddp.py runs it",
     "prepare_ddp": "it names a DistributedDataParallel; tests/parallel/test_compiled_ddp.py runs it",
 }
 

@@ -44,6 +44,13 @@ def two_d(model: nn.Module) -> DMPCollection:
     return DMPCollection(model, "cpu", None, dist.get_world_size(), 2, dist.group.WORLD)
 
 
+def averaged(model: nn.Module) -> DMPCollection:
+    """Each rank has a replica; they are averaged after every second update."""
+    return DMPCollection(
+        model, "cpu", None, dist.get_world_size(), 1, dist.group.WORLD, sync="average", sync_interval=2
+    )  # fmt: skip
+
+
 def trained(wrap: Callable[[nn.Module], Any] = DistributedModelParallel) -> int:
     """Train an eager and a compiled twin; raise unless they have the same bits. Returns the number of graphs."""
     import torch._dynamo.testing
@@ -68,8 +75,10 @@ def trained(wrap: Callable[[nn.Module], Any] = DistributedModelParallel) -> int:
             loss = ((forward(dense_BI, features) - 0.3) ** 2).sum()
             loss.backward()
             optimizer.step()
-            if isinstance(model, DMPCollection):
+            if wrap is two_d:
                 model.sync()
+            elif wrap is averaged:
+                assert model.unsynced_steps == 1 + step % 2
             losses.append(loss.detach())
         assert torch.equal(*losses), (step, losses)
     for (name, one), (_, other) in zip(eager[0].named_parameters(), compiled[0].named_parameters(), strict=True):
@@ -96,6 +105,12 @@ def test_unused_parameters_cannot_be_found_in_a_compiled_program(one_rank: None)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(ConfigError, match="find_unused_parameters"):
         compiled(torch.randn(3, 13), random_batch(KEYS, 20, 3))
+
+
+def test_replicas_are_averaged_in_a_compiled_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Ranks(2, timeout_s=300.0) as ranks:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+        assert max(ranks.run(trained, averaged)) <= 4
 
 
 @NIGHTLY

@@ -97,6 +97,9 @@ def columns(ids: list[int], lengths: list[list[int]]) -> dict[str, Any]:
         ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": ["a"]}}]}, "Input 'sparse.values': got"),
         ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": [20]}}]}, "20"),
         ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": 7}}]}, "got int as the ids of 'user'"),
+        ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": 0}}]}, "got int as the ids of 'user'"),
+        ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": False}}]}, "got bool as the ids of 'user'"),
+        ({"instances": [{"dense": [1, 2, 3], "sparse": []}]}, "got list as sparse; expected an object"),
         (
             {"instances": [{"dense": [1, 2, 3], "sparse": {"user": {"ids": [1], "weights": [0.5]}}}]},
             "Input 'sparse': got weights for the ids of 'user'; expected none",
@@ -141,6 +144,38 @@ def test_a_wrong_request_gets_its_reason(client: TestClient, body: Any, reason: 
     assert found.status_code == 400
     assert re.search(reason, found.json()["error"]), found.json()["error"]
     assert predict(client, {"instances": INSTANCES}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("bags", "reason"),
+    [
+        ([{"ids": [1], "weights": 3}], "got int as the weights of 'user'; expected a list"),
+        ([{"ids": [1], "weights": None}], "got NoneType as the weights of 'user'"),
+        ([0], "got int as sparse; expected an object"),
+        (
+            [{"ids": [1, 2], "weights": [0.5]}, {"ids": [3], "weights": [0.5, 0.5]}],
+            "got 1 weights for the 2 ids of 'user' in a sample",
+        ),
+    ],
+)
+def test_wrong_weights_of_a_sample_are_named(
+    served_path: Path, opened: Opened, bags: list[Any], reason: str
+) -> None:  # fmt: skip
+    manifest = opened(served_path).manifest
+    dense, sparse = manifest.signature.inputs
+    values, lengths = sparse.tensors
+    weights = replace(values, name="sparse.weights", dtype="float32")
+    weighted = replace(sparse, tensors=(values, weights, lengths))
+    manifest = replace(manifest, signature=replace(manifest.signature, inputs=(dense, weighted)))
+
+    def query_of(own: list[Any]) -> Query:
+        samples = [{"dense": [0, 0, 0], "sparse": {"user": bag}} for bag in own]
+        return parse(json.dumps({"instances": samples}).encode(), "application/json", manifest)
+
+    with pytest.raises(InputError, match=reason):
+        query_of(bags)
+    found = query_of([{"ids": [7, 8], "weights": [0.5, 2]}, [], None])
+    assert [tensor.tolist() for tensor in found.tensors[1:]] == [[7, 8], [0.5, 2], [[2, 0, 0], [0, 0, 0]]]
 
 
 def test_the_other_addresses(client: TestClient) -> None:

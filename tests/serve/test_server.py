@@ -39,6 +39,7 @@ from tilerec.export import load
 from tilerec.export.archive import WEIGHTS, WEIGHTS_AT
 from tilerec.export.exporting import PreparedExport
 from tilerec.export.package_file import open_package
+from tilerec.serve.batching import Batching
 from tilerec.serve.load import Load, offer_load
 from tilerec.serve.package_source import FileSource
 from tilerec.serve.served_model import ServedModel
@@ -430,8 +431,14 @@ def test_a_load_on_no_server_is_an_error(first: Built, tmp_path: Path, address: 
 
 
 def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
-    for wrong in ({"workers": 0}, {"port": 70000}, {"rows_per_second": 49}, {"rows_per_second": -1}):
+    nan = float("nan")
+    for wrong in ({"workers": 0}, {"port": 70000}, {"rows_per_second": 49}, {"rows_per_second": -1}, {"every": nan}):
         with pytest.raises(ConfigError, match="serve: got"):
             ServerOptions(str(tmp_path), **wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="Load: got"):
-        Load(rate=0)
+    for wrong_load in ({"rate": 0}, {"rate": float("inf")}, {"seconds": float("inf")}, {"rate": nan}):
+        with pytest.raises(ConfigError, match="Load: got"):
+            Load(**wrong_load)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Batching: got"):
+        Batching(wait_ms=nan)
+    ended = CliRunner().invoke(app, ["bench-serve", str(tmp_path), "--pairs", "1:\u00b2"])
+    assert (ended.exit_code, "expected two numbers such as 100:700" in ended.output) == (2, True)

@@ -20,6 +20,8 @@ from tilerec.json_document import JsonValue
 
 _KEY = "delta"
 _NAMES = ("run", "sequence", "step", "state", "previous", "left_out")
+_ROW_TYPES = "row_types"
+"""Of logs in the served type only."""
 
 
 class LeftOut(NamedTuple):
@@ -35,6 +37,8 @@ class DeltaRecord:
 
     Args:
         left_out: by table.
+        row_types: of tensors whose rows are published in another type than their own, by name: the type, and the
+            columns of a row.
     """
 
     run: str
@@ -43,11 +47,14 @@ class DeltaRecord:
     state: str
     previous: str = ""
     left_out: Mapping[str, LeftOut] = field(default_factory=dict)
+    row_types: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, Json]:
         """Return the metadata of a manifest."""
         left_out = {table: list(left) for table, left in self.left_out.items()}
-        return {_KEY: {**{name: getattr(self, name) for name in _NAMES[:-1]}, "left_out": left_out}}
+        types = {name: list(own) for name, own in self.row_types.items()}
+        own = {**{name: getattr(self, name) for name in _NAMES[:-1]}, "left_out": left_out}
+        return {_KEY: {**own, _ROW_TYPES: types} if types else own}
 
     @staticmethod
     def of(manifest: Manifest, what: str) -> DeltaRecord:
@@ -57,14 +64,19 @@ class DeltaRecord:
             InputError: the manifest is that of another checkpoint, or states something impossible.
         """
         try:
-            found = JsonValue.of(manifest.metadata.get(_KEY), f"{what}: metadata.{_KEY}").record(_NAMES, _NAMES)
+            stated = JsonValue.of(manifest.metadata.get(_KEY), f"{what}: metadata.{_KEY}")
+            found = stated.record((*_NAMES, _ROW_TYPES), _NAMES)
             left_out = {}
             for table, left in found["left_out"].members().items():
                 rows, largest = left.items()
                 left_out[table] = LeftOut(rows.whole(), float(largest.number()))
+            types = {}
+            for name, own in found[_ROW_TYPES].members().items() if _ROW_TYPES in found else ():
+                kind, columns = own.items()
+                types[name] = kind.text(), columns.whole()
             return DeltaRecord(
                 found["run"].text(), found["sequence"].whole(), found["step"].whole(), found["state"].text(),
-                found["previous"].text(), left_out,
+                found["previous"].text(), left_out, types,
             )  # fmt: skip
         except ValueError as error:
             raise InputError(f"{error} This is no entry of a delta log: check the path.") from error

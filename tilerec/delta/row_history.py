@@ -16,6 +16,8 @@ from tilerec.delta.log import DeltaLog, Entry
 from tilerec.delta.staged import stage
 from tilerec.errors import InputError
 from tilerec.ops.hash.definition import HashRange, HashState, zch_find
+from tilerec.ops.quantized.row_format import dequantize_rows
+from tilerec.quantized.row_type import ROW_TYPES
 
 _RANK = re.compile(r"rank([0-9]+)-")
 
@@ -26,6 +28,7 @@ class RowWrite(NamedTuple):
     Args:
         rank: that wrote it; -1 if the file's name does not say.
         columns: first and last of its columns; the last is not included.
+        values: the numbers; of quantized rows those that they stand for.
     """
 
     entry: Entry
@@ -47,11 +50,19 @@ def row_history(log: DeltaLog, tensor: str, row: int) -> Iterator[RowWrite]:
         row: its number.
 
     Raises:
-        InputError: the log has no such tensor or row, or is damaged. FileError: it cannot be read.
+        InputError: the log has no such tensor or row, lacks an entry, or is damaged. FileError: it cannot be read.
     """
     name = f"{PART}.{tensor}"
+    newer: Entry | None = None
     for entry_name in reversed(log.names()):
         entry = log.open(entry_name)
+        if newer is not None and newer.record.previous != entry.record.state:
+            raise InputError(
+                f"Delta log {newer.path}: got {entry.name} before it, which is not the state that it continues; "
+                f"expected number {newer.record.sequence - 1} of the same log. Restore the missing entry, which may "
+                "have the row."
+            )
+        newer = entry
         saved = entry.manifest.tensors.get(name)
         if saved is None or not saved.shape or not 0 <= row < saved.shape[0]:
             had = f"a tensor {list(saved.shape)}" if saved is not None else "no such tensor"
@@ -71,6 +82,9 @@ def row_history(log: DeltaLog, tensor: str, row: int) -> Iterator[RowWrite]:
                 match = _RANK.search(part.file)
                 first, count = (part.box.offsets[1], part.box.sizes[1]) if len(part.box.sizes) > 1 else (0, 1)
                 values = part.values[at].reshape(-1)
+                kind, columns = entry.record.row_types.get(name, ("", 0))
+                if kind in ROW_TYPES and ROW_TYPES[kind].bits:  # quantized rows are whole
+                    values, count = dequantize_rows(values[None], columns, ROW_TYPES[kind].bits)[0], columns
                 yield RowWrite(entry, int(match[1]) if match else -1, (first, first + count), values)
         if entry_name.is_base:
             return

@@ -169,7 +169,8 @@ class DeltaWriter:
     def _publish(self, step: int) -> Published:
         before, sequence, budget = self._newest, self.sequence, self._notes.budget
         state = str(self._ranks.all_gather_object(_drawn())[0])
-        record = DeltaRecord(self._run, sequence, step, state, before.state if before else "")
+        types = {name: (own.row_type.name, own.columns) for name, own in self._encodings.items()}
+        record = DeltaRecord(self._run, sequence, step, state, before.state if before else "", row_types=types)
         with on_all_ranks(self._ranks, "the delta log", "the model's state"):
             with_base = before is not None and self._base_is_due(before.forms)
         if budget is not None:

@@ -114,7 +114,7 @@ def parity(package: Package, model: nn.Module, batches: Iterable[Batch]) -> Pari
             ids[own, key] = torch.cat([ids[own, key], values]).unique() if (own, key) in ids else values.unique()
     if not samples:
         raise InputError("Parity: got no samples; expected at least one logged batch. Pass files of requests.")
-    features = [tables.feature(key, values) for (_, key), values in ids.items()]
+    features = [one for key, values in _by_key(ids).items() for one in tables.feature(key, values)]
     features += [Difference(name, "", 0, 0, torch.inf, "missing feature") for name in tables.unknown_to_package(ids)]
     weights = tables.weights()
     if not any(one.cause for one in (*features, *weights)):
@@ -150,7 +150,18 @@ def _of_model(package: Package, model: nn.Module, tensors: Sequence[Tensor]) -> 
         values.append(_with_all_features(value_of(own, tensors[at : at + len(own.tensors)]), own, model))
         at += len(own.tensors)
     structure = pytree.treespec_loads(package.manifest.signature.structure)
-    out: list[Tensor] = pytree.tree_leaves(model(*pytree.tree_unflatten(values, structure)))
+    try:
+        out: list[Tensor] = pytree.tree_leaves(model(*pytree.tree_unflatten(values, structure)))
+    except RuntimeError as error:  # of torch: a layer of another width, for example
+        raise InputError(
+            f"Parity: got '{' '.join(str(error).split()):.300}' from the model for a batch that the package takes; "
+            "expected the model of the package. Export the package from this model, or pass its run."
+        ) from error
+    if len(out) != len(package.manifest.outputs):
+        raise InputError(
+            f"Parity: got a model with {len(out)} outputs; expected {len(package.manifest.outputs)}, those of the "
+            "package. Pass the run that the package was exported from."
+        )
     return out
 
 
@@ -176,6 +187,14 @@ def _ids_of(package: Package, tensors: Sequence[Tensor]) -> Iterator[tuple[tuple
             for key, part in zip(own.keys or (own.name,), values.split(sizes), strict=True):
                 yield (own.name, key), part
         at += len(own.tensors)
+
+
+def _by_key(ids: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
+    """Return the distinct ids of each feature, of all inputs that have it."""
+    found: dict[str, Tensor] = {}
+    for (_, key), values in ids.items():
+        found[key] = torch.cat([found[key], values]).unique() if key in found else values
+    return found
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[str, AnyTableConfig]]:
@@ -213,12 +232,27 @@ class _Tables:
         given = {key for _, key in ids}
         return sorted({f for config in self._own.values() for f in config.feature_names} - given)
 
-    def feature(self, key: str, ids_U: Tensor) -> Difference:
-        """Compare the rows of a feature's ids."""
-        places = [name for name, config in self._own.items() if key in config.feature_names]
-        if not places or places[0] not in self._entries:
-            return Difference(key, "", ids_U.numel(), ids_U.numel(), torch.inf, "missing feature")
-        entry = self._entries[places[0]]
+    def feature(self, key: str, ids_U: Tensor) -> list[Difference]:
+        """Compare the rows of a feature's ids in each table that it reads."""
+        own = [name for name, config in self._own.items() if key in config.feature_names]
+        other = [name for name, entry in self._entries.items() if key in entry.features]
+        places = list(dict.fromkeys([*own, *other]))
+        if not places:
+            return [Difference(key, "", ids_U.numel(), ids_U.numel(), torch.inf, "missing feature")]
+        return [
+            self._in_table(key, self._entries[name], ids_U)
+            if name in own and name in other
+            else Difference(key, name, ids_U.numel(), ids_U.numel(), torch.inf, "missing feature")
+            for name in places
+        ]
+
+    def _in_table(self, key: str, entry: TableEntry, ids_U: Tensor) -> Difference:
+        """Compare the rows of a feature's ids in one table."""
+        config = self._own[entry.name]
+        is_managed = entry.name in self._managed
+        if config.embedding_dim != entry.dim or (is_managed and config.num_embeddings != entry.rows):
+            cause = "other version" if config.embedding_dim != entry.dim else "id mapping"
+            return Difference(key, entry.name, ids_U.numel(), ids_U.numel(), torch.inf, cause)
         own, other = self._rows(entry, ids_U)
         table = _module_at(self._model, entry.name)
         rows = cast(Tensor, table.weight).detach()[own]
@@ -231,7 +265,7 @@ class _Tables:
         gaps_U = (got - wanted).abs().amax(1) if ids_U.numel() else torch.zeros(0)
         differs = (gaps_U > 0) | (own != other)
         cause = ""
-        if bool((own != other).any()):
+        if is_managed and bool((own != other).any()):
             cause = "id mapping"
         elif bool(differs.any()):
             is_type = _is_rounded(wanted, rows, own_bits, got, stored, bits)
@@ -242,7 +276,10 @@ class _Tables:
     def _rows(self, entry: TableEntry, ids_U: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of ids in the model and in the package."""
         if entry.name not in self._managed:
-            return ids_U.long(), ids_U.long()
+            # Some tables clamp ids. Where a table refuses an id, the batch is refused before.
+            sizes = self._own[entry.name].num_embeddings, entry.rows
+            own_U, other_U = (ids_U.long().clamp(0, size - 1) for size in sizes)
+            return own_U, other_U
         place, module = self._managed[entry.name]
         own = module.id_map
         state = own.state._replace(

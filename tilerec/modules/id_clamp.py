@@ -41,6 +41,7 @@ class IdClamp:
             sizes.setdefault(read.feature, set()).add(rows[read.table])
         # By feature, the distinct sizes of the tables that read it, ascending.
         self._sizes = {feature: sorted(several) for feature, several in sizes.items()}
+        self._most = max((len(several) for several in self._sizes.values()), default=1)
         self.forms = tuple(self._sizes[read.feature].index(rows[read.table]) if self.active else 0 for read in reads)
 
     def __call__(self, features: KeyedJaggedTensor) -> list[Tensor]:
@@ -49,8 +50,7 @@ class IdClamp:
         if not self.active:
             return [ids]
         key_N = torch.ops.tilerec.segment_ids(key_starts(features), ids.shape[0])
-        forms = range(max(map(len, self._sizes.values()), default=1))
-        return [self._clamped(ids, features.keys(), key_N, form) for form in forms]
+        return [self._clamped(ids, features.keys(), key_N, form) for form in range(self._most)]
 
     def _clamped(self, ids: Tensor, keys: Sequence[str], key_N: Tensor, form: int) -> Tensor:
         """Return the ids in one form; keys that no table reads keep theirs."""

@@ -78,13 +78,16 @@ def bench_serve(
     """Offer requests at a given rate, whether or not the server keeps up, and print the latency."""
     from rich.table import Table
 
+    if find_spec("aiohttp") is None:
+        print_error("tilerec bench-serve: needs aiohttp. Install tilerec[serve].")
+        raise typer.Exit(1)
     with command_phase(LOADING):
         from tilerec.export.package_file import open_package
         from tilerec.serve.load import BOUNDS_MS, Load, offer_load
 
     try:
         low, _, high = pairs.partition(":")
-        if not low.isdigit() or not (high or low).isdigit():
+        if not low.isdecimal() or not (high or low).isdecimal():
             print_error(f"bench-serve: got --pairs {pairs!r}; expected two numbers such as 100:700. Correct it.")
             raise typer.Exit(2)
         load = Load(rate, seconds, (int(low), int(high or low)), ids, form)

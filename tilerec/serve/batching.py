@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tilerec.errors import ConfigError
@@ -22,5 +23,8 @@ class Batching:
     max_waiting: int = 1000
 
     def __post_init__(self) -> None:
-        if self.max_samples < 1 or self.wait_ms < 0 or self.max_waiting < 1:
-            raise ConfigError(f"Batching: got {self}; expected max_samples and max_waiting from 1, wait_ms from 0.")
+        if self.max_samples < 1 or not 0 <= self.wait_ms < math.inf or self.max_waiting < 1:
+            raise ConfigError(
+                f"Batching: got {self}; expected max_samples and max_waiting from 1, a finite wait_ms from 0. Correct "
+                "it."
+            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -53,9 +54,10 @@ class Load:
 
     def __post_init__(self) -> None:
         low, high = self.pairs
-        if not (self.rate > 0 and self.seconds > 0 and 0 < low <= high and self.ids >= 0):
+        if not (0 < self.rate < math.inf and 0 < self.seconds < math.inf and 0 < low <= high and self.ids >= 0):
             raise ConfigError(
-                f"Load: got {self}; expected a rate and seconds above 0, 0 < pairs[0] <= pairs[1], ids from 0."
+                f"Load: got {self}; expected a finite rate and finite seconds above 0, 0 < pairs[0] <= pairs[1], ids "
+                "from 0. Correct it."
             )
         if self.form not in ("safetensors", "json"):
             raise ConfigError(f"Load: got the form {self.form!r}; expected 'safetensors' or 'json'. Correct it.")

@@ -38,7 +38,8 @@ class ServerOptions:
     log: LogOptions = field(default_factory=LogOptions)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 1 << 16 or self.workers < 1 or self.threads < 1 or self.every < 0 or self.grace < 0:
+        times = self.every >= 0 and self.grace >= 0  # nan is neither
+        if not 0 <= self.port < 1 << 16 or self.workers < 1 or self.threads < 1 or not times:
             raise ConfigError(
                 f"serve: got {self}; expected a port from 0 to 65535, workers and threads from 1, every and grace from "
                 "0. Correct them."

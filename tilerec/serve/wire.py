@@ -243,20 +243,29 @@ def _jagged(own: InputSpec, values: list[Any]) -> list[Array]:
     specs = {spec.name.rpartition(".")[2]: spec for spec in own.tensors}
     weighted = "weights" in specs
     if own.keys:
+        values = [{} if value is None else value for value in values]
         for value in values:
-            _check_names(f"input '{own.name}'", _keys(value or {}, own.name), set(own.keys), complete=False)
+            _check_names(f"input '{own.name}'", _keys(value, own.name), set(own.keys), complete=False)
     ids: list[Any] = []
     weights: list[Any] = []
     lengths: list[list[int]] = []
+    own_weights: list[Any] = []
     for key in own.keys or ("",):
         row: list[int] = []
         for value in values:
-            bag: Any = ((value or {}).get(key) if own.keys else value) or []
+            bag: Any = value.get(key) if own.keys else value
+            if bag is None:  # left out. 0 and false are wrong, and no empty bags
+                bag = []
             if weighted:
-                bag = bag or {"ids": [], "weights": []}
+                bag = {"ids": [], "weights": []} if bag == [] else bag
                 _check_names(f"input '{own.name}'", _keys(bag, own.name), {"ids", "weights"}, complete=True)
-                weights.extend(bag["weights"])
-                bag = bag["ids"]
+                own_weights, bag = bag["weights"], bag["ids"]
+                if not isinstance(own_weights, list):
+                    raise InputError(
+                        f"Input '{own.name}': got {type(own_weights).__name__} as the weights of '{key}'; expected a "
+                        "list. Correct it."
+                    )
+                weights.extend(own_weights)
             elif isinstance(bag, Mapping) and "weights" in bag:
                 raise InputError(
                     f"Input '{own.name}': got weights for the ids of '{key}'; expected none: the model reads none. "
@@ -266,13 +275,14 @@ def _jagged(own: InputSpec, values: list[Any]) -> list[Array]:
                 raise InputError(
                     f"Input '{own.name}': got {type(bag).__name__} as the ids of '{key}'; expected a list. Correct it."
                 )
+            if weighted and len(own_weights) != len(bag):  # of each bag: equal sums would shift weights to other ids
+                raise InputError(
+                    f"Input '{own.name}': got {len(own_weights)} weights for the {len(bag)} ids of '{key}' in a "
+                    "sample; expected as many. Correct the sample."
+                )
             ids.extend(bag)
             row.append(len(bag))
         lengths.append(row)
-    if weighted and len(weights) != len(ids):
-        raise InputError(
-            f"Input '{own.name}': got {len(weights)} weights for {len(ids)} ids; expected as many. Correct the samples."
-        )
     found = {"values": ids, "weights": weights, "lengths": lengths if own.keys else lengths[0]}
     made = {part: _tensor(found[part], spec) for part, spec in specs.items()}
     if own.keys:

@@ -30,6 +30,7 @@ from tilerec.parallel.two_d.collection_config import (
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.parallel.two_d.settings import AverageHook, GroupConfig, ReplicaSettings, Sync
 from tilerec.parallel.two_d.shard_2d import shard_2d
+from tilerec.parallel.two_d.traced_sync import sync_handle, sync_traced
 from tilerec.sharders.table_sharders import ModuleSharder
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.spec.topology import Topology
@@ -124,6 +125,7 @@ class DMPCollection(DistributedModelParallel):
             self._two_d = shard_2d(module, checked, group, settings, topology, tables_device, sharders, who)
 
         self._build(module, env_of(who, "global_pg", global_pg), device, dense, shard_onto)
+        self._sync_handle = sync_handle(self._two_d)
         self._two_d.sync_before_state_dict(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,8 +133,11 @@ class DMPCollection(DistributedModelParallel):
 
         That sync overlaps with the forward pass until the first lookup.
         """
-        if torch.is_grad_enabled():
-            self._two_d.sync_if_due(wait=False)
+        if torch.is_grad_enabled() and self._two_d.settings.interval is not None:
+            if torch.compiler.is_compiling():
+                sync_traced(self._sync_handle)
+            else:
+                self._two_d.sync_if_due(wait=False)
         return super().forward(*args, **kwargs)
 
     # ------------------------------------------------------------------------------------------------ replicas
