@@ -20,6 +20,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.compiled_model import compile_model
 from tilerec.parallel.shard import shard
+from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.plan import ParameterSharding
@@ -39,6 +40,8 @@ class Case:
 
     Attributes:
         form: sum, mean, weighted, weighted mean, variable, exact, bf16, sequence, or a policy of `managed_models`.
+        tiling: of `TILINGS`. With managed collision, "mixed" is the planner's plan, and "cut" has ranges of rows,
+            columns and a whole table.
         attached: an optimizer updates the tables in the backward pass; else they get a `.grad`.
     """
 
@@ -98,7 +101,9 @@ def model(case: Case, group: ProcessGroupComms) -> Model:
     tables, columns = _tables(case)
     made = Model(tables, columns)
     if case.managed:
-        return shard(made, env=group)  # type: ignore[return-value]
+        cut: Any = {"user": row_wise(), "item": column_wise([0, group.size - 1]), "plain": table_wise(group.size - 1)}
+        plan = {"tables._embedding_module": cut} if case.tiling == "cut" else None
+        return shard(made, env=group, plan=plan)  # type: ignore[return-value]
     if case.attached:
         apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), {"lr": 0.1})
     tilings = {

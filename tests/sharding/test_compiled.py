@@ -24,6 +24,7 @@ DAILY = [
     Case("variable", "column_wise", backend="eager"),
     Case("sequence", "two_tiles", backend="eager"),
     Case("managed weighted: rejected and admitted late"),
+    Case("managed: times to live", "cut", backend="eager"),
 ]
 
 
@@ -66,7 +67,8 @@ def test_every_tiling_and_form(form: str, backend: str, world: int, pools: dict[
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", MANAGED)
 def test_every_policy_of_managed_collision(form: str, backend: str, world: int, pools: dict[int, Ranks]) -> None:
-    assert pools[world].run(run, Case(form, backend=backend)) == [1] * world
+    for tiling in ("mixed", "cut"):
+        assert pools[world].run(run, Case(form, tiling, backend=backend)) == [1] * world, tiling
 
 
 def test_settings_of_training_may_change_after_the_model_was_compiled(pools: dict[int, Ranks]) -> None:
