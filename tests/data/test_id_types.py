@@ -11,9 +11,11 @@ import pytest
 
 from tilerec.data.columns import Columns, IdColumn, LabelColumn, TableRows
 from tilerec.data.hold_out import HoldOut
+from tilerec.data.id_counts import write_vocabularies
 from tilerec.data.id_types import typed
 from tilerec.data.table_dataset import TableDataset
 from tilerec.data.table_source import TableGroups
+from tilerec.data.vocabulary import IdVocabulary
 from tilerec.errors import ConfigError, InputError
 from tilerec.recipes.files import FilesData
 
@@ -101,3 +103,22 @@ def test_types_that_are_set_stay_and_contradictions_are_refused() -> None:
         IdColumn("age", boundaries=(1.0,), type="text")
     with pytest.raises(ConfigError, match="type: got 'int'"):
         IdColumn("age", type="int")  # type: ignore[arg-type]
+
+
+def test_ids_of_another_type_than_their_vocabulary_are_refused(tmp_path: Path) -> None:
+    texts = TableGroups({"c": ["7", "8"], "y": [0, 1]})
+    write_vocabularies(texts, {"c": ["c"]}, tmp_path)
+    table = TableRows("c", 10, "vocabulary", str(tmp_path / "c.parquet"))
+    columns = Columns((LabelColumn("y"),), ids=(IdColumn("c"),), tables=(table,))
+    assert TableDataset(texts, columns).train_rows == 2
+    with pytest.raises(
+        ConfigError, match="'c': got integer ids for a vocabulary of text ids, which would all be unknown"
+    ):
+        TableDataset({"c": [7, 8], "y": [0, 1]}, columns)
+    # Files of earlier versions, and tables of both types, have no type.
+    parquet.write_table(parquet.read_table(table.vocabulary).replace_schema_metadata(), table.vocabulary)
+    columns = Columns((LabelColumn("y"),), ids=(IdColumn("c"),), tables=(table,))
+    assert TableDataset({"c": [7, 8], "y": [0, 1]}, columns).train_rows == 2
+    both = TableGroups({"c": ["7", "8"], "d": [7, 8]})
+    write_vocabularies(both, {"c": ["c", "d"]}, tmp_path / "both")
+    assert IdVocabulary.read(tmp_path / "both" / "c.parquet").type == ""
