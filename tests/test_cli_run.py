@@ -173,6 +173,18 @@ def test_mistakes_are_one_line_and_leave_no_file(arguments: list[str], message: 
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
+def test_a_run_keeps_the_types_of_its_ids(folder: Path, tmp_path: Path) -> None:
+    (log,) = (folder / "runs" / "run").iterdir()
+    columns = find_trained(log).config.data.columns  # type: ignore[attr-defined]
+    assert columns.id_types == {"user_id": "integer", "item": "text", "tags": "integer"}
+    table = parquet.read_table(folder / "test.parquet")
+    texts = pa.array([str(user) for user in table.column("user_id").to_pylist()])
+    parquet.write_table(table.set_column(0, "user_id", texts), tmp_path / "texts.parquet")
+    code, text = _invoke("eval", str(folder / "run.toml"), str(tmp_path / "texts.parquet"))
+    assert code == 1
+    assert "texts.parquet: id column 'user_id': got string; expected integer or boolean. Store them as integers" in text
+
+
 def test_a_label_that_is_no_probability_is_named_with_its_row(folder: Path, tmp_path: Path) -> None:
     table = parquet.read_table(folder / "test.parquet")
     labels = table.column("click").to_pylist()

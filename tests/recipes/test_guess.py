@@ -12,6 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
+from tilerec.data.table_dataset import TableDataset
 from tilerec.errors import ConfigError, InputError
 from tilerec.recipes.data_profile import profile_data
 from tilerec.recipes.guess import Guess, guess_roles, run_text, table_rows, words_of
@@ -301,3 +302,29 @@ def test_data_without_rows_or_features_are_refused(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"y": [0, 1]}), tmp_path / "alone.parquet")
     with pytest.raises(ConfigError, match="got no column to predict 'y' from"):
         guess_roles(profile_data(str(tmp_path / "alone.parquet")))
+
+
+@pytest.mark.parametrize(
+    ("form", "at_least"),
+    [
+        ("%Y-%m-%dT%H:%M:%S", "2024-06-01T06:00:00"),
+        ("%Y-%m-%dT%H:%M:%SZ", "2024-06-01T06:00:00"),
+        ("%Y-%m-%d %H:%M:%S", "2024-06-01 06:00:00"),
+        ("%Y-%m-%dT%H:%M:%S.500", "2024-06-01T06:00:00"),
+        ("%Y-%m-%dT%H:%M", "2024-06-01T06:00"),
+        ("%Y-%m-%dT%H:%M:%S+02:00", ""),
+    ],
+)
+def test_times_of_text_files_split_as_they_are_written(form: str, at_least: str, tmp_path: Path) -> None:
+    start = datetime.datetime(2024, 6, 1)
+    lines = [f"{(start + datetime.timedelta(minutes=i)).strftime(form)},{i % 9},{i % 2}" for i in range(401)]
+    (tmp_path / "data.csv").write_text("\n".join(["when,user_id,click", *lines]) + "\n")
+    profile = profile_data(str(tmp_path / "data.csv"))
+    guesses = guess_roles(profile)
+    (when,) = [guess for guess in guesses if guess.column == "when"]
+    assert when.role == "time"
+    assert when.settings.get("at_least", "") == at_least
+    run = run_of_toml(run_text(profile, str(tmp_path / "data.csv"), guesses))
+    dataset = run.data.open()
+    assert isinstance(dataset, TableDataset)
+    assert dataset.held_out_rows == (41 if at_least else 40)

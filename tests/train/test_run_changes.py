@@ -28,6 +28,7 @@ from tilerec.train.config import CheckpointConfig, RunConfig, TrainConfig
 from tilerec.train.loop import train
 from tilerec.train.override import override_all, settings
 from tilerec.train.run_file import run_of_toml, toml_of_run
+from tilerec.train.run_metadata import RunMetadata
 
 WIDER = Changes(resize=["model.*", "tables.*"], drop=["dense.*"])
 BAGS = "sparse_arch.embedding_bag_collection.embedding_bags"
@@ -202,3 +203,20 @@ def test_mistakes_in_a_run_file_are_named(line: str, message: str) -> None:
         run_of_toml(f"{text[:start]}[checkpoint.changes]\n{line}\n\n{text[end:]}")
     with pytest.raises(ConfigError, match=r"changes\.rename: got \"model\.a\"; expected a table of texts"):
         override_all(config("x"), ["checkpoint.changes.rename=model.a"])
+
+
+def test_a_checkpoint_without_the_types_of_ids_goes_on(tmp_path: Path) -> None:
+    """Earlier versions did not save them."""
+    parquet.write_table(pa.table({"item": ["a", "b"] * 50, "click": [0, 1] * 50}), tmp_path / "clicks.parquet")
+    own = files(tmp_path, 10, "hash")
+    own = replace(own, data=own.data.as_opened(own.data.open()))
+    found = RunMetadata(own, 1)
+    before = found.settings()
+    assert before.pop("data.columns.ids[0].type") == "text"
+    found.check("step-2", {"settings": before}, None)
+    before["data.columns.ids[0].type"] = "integer"
+    with pytest.raises(ConfigError, match=r"ids\[0\]\.type = text; expected integer"):
+        found.check("step-2", {"settings": before}, None)
+    del before["data.columns.ids[0].kind"]
+    with pytest.raises(ConfigError, match=r"ids\[0\]\.kind = single; expected nothing"):
+        found.check("step-2", {"settings": before}, None)

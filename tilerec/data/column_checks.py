@@ -31,13 +31,20 @@ def check_source(source: RowSource, columns: Columns, *, labels: bool = True, se
         if source.sampled and is_unknown(kind):
             continue
         if kind_of(kind) not in kinds:
-            raise InputError(
-                f"{source.name}: {role} {name!r}: got {'text' if str(kind) == 'binary' else kind}; expected "
-                f"{' or '.join(kinds)}. {_next_move(kind_of(kind), kinds)}"
-            )
+            raise _wrong_kind(source, columns, name, role, kinds)
     if session:
         check_exists(source, session, "group_by_session column")
     source.check_columns(list(dict.fromkeys([*(name for name, _, _ in wanted), *([session] if session else [])])))
+
+
+def check_id_types(source: RowSource, columns: Columns) -> None:
+    """Raise `InputError` if ids of the source have another type than the roles state; it may lack columns."""
+    for name, role, kinds in wanted_kinds(columns):
+        if role != "id column" or name not in columns.id_types or source.schema.names.count(name) != 1:
+            continue
+        kind = source.schema.field(name).type
+        if not (source.sampled and is_unknown(kind)) and kind_of(kind) not in kinds:
+            raise _wrong_kind(source, columns, name, role, kinds)
 
 
 def check_exists(source: RowSource, name: str, role: str) -> None:
@@ -49,6 +56,21 @@ def check_exists(source: RowSource, name: str, role: str) -> None:
         )
     if count > 1:
         raise InputError(f"{source.name}: got column {name!r} {count} times; expected it once. Rename one.")
+
+
+def _wrong_kind(source: RowSource, columns: Columns, name: str, role: str, kinds: Sequence[str]) -> InputError:
+    kind = source.schema.field(name).type
+    any_type = ("integer", "text", "boolean")
+    inner, found_inner = kinds[0].removeprefix("list of "), kind_of(kind).removeprefix("list of ")
+    same_form = kinds[0].startswith("list of ") == kind_of(kind).startswith("list of ")
+    if role == "id column" and name in columns.id_types and same_form and found_inner in any_type:
+        move = f"Store them as {inner}s, as in the data that the run trains on: others have other rows."
+    else:
+        move = _next_move(kind_of(kind), kinds)
+    return InputError(
+        f"{source.name}: {role} {name!r}: got {'text' if str(kind) == 'binary' else kind}; expected "
+        f"{' or '.join(kinds)}. {move}"
+    )
 
 
 def _next_move(kind: str, kinds: Sequence[str]) -> str:

@@ -33,6 +33,8 @@ from tilerec.data.file_list import FilePath
 from tilerec.data.vocabulary import IdVocabulary
 from tilerec.errors import ConfigError
 
+IdType = Literal["auto", "integer", "text"]
+"""Type of ids; "auto": that of the data."""
 MISSING_ROW = 0
 """The row of missing ids where a column has `missing="row"`."""
 
@@ -107,6 +109,8 @@ class IdColumn:
         separator: in text files, the text between the ids of a list.
         multi_hot: each id becomes a bag of this many rows: its own, and others drawn by a hash of it, uniform over the
             table. It makes the load of a model with bags from data with one id per sample, as MLPerf's DLRM does.
+        type: of the ids, because the text "7" and the integer 7 have different rows. "auto" takes it from the training
+            data; a run keeps it for further files. "text" reads fields of text files as text, whatever they look like.
     """
 
     column: str
@@ -119,11 +123,17 @@ class IdColumn:
     missing: Literal["error", "empty", "row"] = "error"
     separator: str = ""
     multi_hot: int = 1
+    type: IdType = "auto"
 
     def __post_init__(self) -> None:
         who = f"id column {self.column!r}"
         _check_choice(f"{who}: kind", self.kind, ("single", "list", "sequence"))
         _check_choice(f"{who}: missing", self.missing, ("error", "empty", "row"))
+        _check_choice(f"{who}: type", self.type, ("auto", "integer", "text"))
+        if self.boundaries and self.type != "auto":
+            raise ConfigError(
+                f"{who}: got type={self.type!r} with boundaries, which read numbers; expected 'auto'. Leave it out."
+            )
         if self.max_length < 0 or (self.kind == "sequence" and not self.max_length):
             raise ConfigError(
                 f"{who}: got max_length={self.max_length} for kind={self.kind!r}; expected at least "
@@ -252,6 +262,11 @@ class Columns:
                 f"table {table.name!r}: got rows={table.rows}, and row 0 is for missing ids; expected at least 2 "
                 "rows. Use a larger table."
             )
+        if table.ids == "rows" and column.type == "text":
+            raise ConfigError(
+                f"id column {column.column!r}: got type='text' and the table {table.name!r} with ids='rows'; expected "
+                "integers, which are row numbers. Set ids='hash' on the table, or leave type out."
+            )
         if table.ids == "managed" and column.multi_hot > 1:
             raise ConfigError(
                 f"id column {column.column!r}: got multi_hot={column.multi_hot} and the managed table {table.name!r}; "
@@ -314,6 +329,11 @@ class Columns:
             )
             for column in self.ids
         )
+
+    @property
+    def id_types(self) -> dict[str, IdType]:
+        """The type of the ids by column, where it is known."""
+        return {column.column: column.type for column in self.ids if column.type != "auto"}
 
     @property
     def names(self) -> tuple[str, ...]:

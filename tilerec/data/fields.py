@@ -413,6 +413,8 @@ def wanted_kinds(columns: Columns) -> list[tuple[str, str, Sequence[str]]]:
             inner = ("number", "integer")
         elif columns.table_of(column).ids == "rows":
             inner = ("integer", "boolean")
+        elif column.type != "auto":
+            inner = ("text",) if column.type == "text" else ("integer", "boolean")
         if column.kind != "single":
             inner = tuple(f"list of {kind}" for kind in inner)
         wanted.append((column.column, "id column", inner))

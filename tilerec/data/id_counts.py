@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tilerec.data.arrow_values import kind_of, read_values
 from tilerec.data.column_checks import check_exists
+from tilerec.data.id_types import id_type
 from tilerec.data.row_groups import RowGroups
 from tilerec.data.rows import hash_values
 from tilerec.data.vocabulary import IdVocabulary
@@ -97,7 +98,11 @@ def write_vocabularies(
         with tempfile.TemporaryDirectory(prefix=".counts-", dir=folder) as scratch:
             counts = {name: _IdCounts(Path(scratch), n) for n, name in enumerate(tables)}
             _count(source, tables, counts, memory_bytes, report)
-            return [_write(name, own, folder, min_count, max_rows, memory_bytes) for name, own in counts.items()]
+            types = {name: _type_of(source, columns) for name, columns in tables.items()}
+            return [
+                _write(name, own, folder, types[name], min_count, max_rows, memory_bytes)
+                for name, own in counts.items()
+            ]
     except OSError as error:
         raise FileError(
             f"vocabulary: got {error.strerror!r} for {folder}; expected a writable folder. Choose another one."
@@ -112,6 +117,12 @@ def _check_column(source: RowGroups, column: str) -> None:
             f"{source.name}: id column {column!r}: got {source.schema.field(column).type}; expected integers, text, or "
             "lists of them. Convert the column."
         )
+
+
+def _type_of(source: RowGroups, columns: Sequence[str]) -> str:
+    """Return the type of the ids of a table, "integer" or "text"; "" for both."""
+    found = {id_type(source.schema.field(column).type) for column in columns}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _count(
@@ -207,7 +218,7 @@ def _merged(runs: Sequence[Run]) -> Run:
 
 
 def _write(
-    name: str, counts: _IdCounts, folder: Path, min_count: int, max_rows: int, memory_bytes: int
+    name: str, counts: _IdCounts, folder: Path, type: str, min_count: int, max_rows: int, memory_bytes: int
 ) -> VocabularySummary:
     distinct = occurrences = 0
     kept: list[Run] = []
@@ -217,7 +228,7 @@ def _write(
         frequent_V = counts_V >= min_count
         kept.append((hashes_V[frequent_V], counts_V[frequent_V]))
     hashes_V, counts_V = (np.concatenate(parts) for parts in zip(*kept, strict=True))
-    vocabulary = IdVocabulary.ranked(hashes_V, counts_V, max(max_rows - 1, 0))
+    vocabulary = IdVocabulary.ranked(hashes_V, counts_V, max(max_rows - 1, 0), type)
     path = vocabulary_file(folder, name)
     vocabulary.write(path)
     covered = int(vocabulary.counts.sum())

@@ -19,6 +19,7 @@ import pyarrow.compute as arrow
 import torch
 
 from tilerec.data.arrow_values import is_list, kind_of
+from tilerec.data.column_checks import check_id_types
 from tilerec.data.columns import Columns, nearest
 from tilerec.data.dataset import Catalog
 from tilerec.data.fields import BagIds, read_ids, read_label
@@ -76,6 +77,8 @@ class ItemReader:
         Raises:
             InputError: a column cannot be read.
         """
+        if source is not counted:
+            check_id_types(source, self._columns)
         counts = self._counts(counted, held)
         first = counts.select(["item"]) if source is counted and not self._others else self._first_rows(source)
         first = first.take(arrow.sort_indices(first.column("item")))

@@ -14,6 +14,7 @@ from tilerec.data.column_checks import check_exists, check_source
 from tilerec.data.columns import Columns
 from tilerec.data.fields import Bounds
 from tilerec.data.hold_out import NO_HOLD_OUT, HeldOutRows, HoldOut
+from tilerec.data.id_types import check_vocabularies, typed
 from tilerec.data.order import BatchOrder, PassOrder, check_lanes
 from tilerec.data.pass_reader import OrderedParts, PassReader, RankParts, ordered_parts
 from tilerec.data.row_groups import RowGroups
@@ -58,6 +59,7 @@ class RowPasses:
         self._labels = labels
         self._label_bounds: Bounds | None = None
         check_source(source, columns, labels=labels, session=session)
+        check_vocabularies(columns, source)
         if isinstance(source, StreamGroups):
             _check_stream(source, rule, lanes)
             HeldOutRows(rule, self.opened())  # it checks the rule
@@ -70,6 +72,11 @@ class RowPasses:
         other = copy(self)
         other._label_bounds = bounds
         return other
+
+    @property
+    def typed_columns(self) -> Columns:
+        """The roles with the types of the source's ids."""
+        return typed(self._columns, self.source)
 
     @property
     def is_stream(self) -> bool:

@@ -101,7 +101,9 @@ class TableDataset(RowDataset):
             session=group_by_session, labels=labels,
         )  # fmt: skip
         self._held_passes = (
-            None if held_out_data is None else RowPasses(as_source(held_out_data), columns, labels=labels)
+            None
+            if held_out_data is None
+            else RowPasses(as_source(held_out_data), self._passes.typed_columns, labels=labels)
         )
         self._items_data, self._samples_data = items, samples
         if labels and not self._passes.is_stream and not self.train_rows:
@@ -211,7 +213,7 @@ class TableDataset(RowDataset):
         yield from self._batches(self._passes.rows(batch_size, keys), batch_size)
 
     def catalog(self, item: str, others: Sequence[str] = ()) -> Catalog:
-        reader = ItemReader(self._columns, item, others)
+        reader = ItemReader(self._passes.typed_columns, item, others)
         counted = self._passes.opened() if self._samples_data is None else self._samples_data()
         held = self._passes.held_in(counted) if self._samples_data is None else None
         if self._items_data is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,8 @@ class TextLayout:
         lists: columns with several ids in a field.
         texts: columns that are text even if they look like numbers, such as hexadecimal ids. Whole numbers that int64
             cannot hold are text, too.
+        id_types: columns of ids, or of lists of them, whose type is known ("integer" or "text"); columns that the file
+            lacks are ignored.
         compressed: accept gzip, which can only be read from its start.
     """
 
@@ -74,6 +76,7 @@ class TextLayout:
         names: Sequence[str] = (),
         lists: Sequence[ListColumn] = (),
         texts: Sequence[str] = (),
+        id_types: Mapping[str, str] | None = None,
         compressed: bool = False,
     ) -> None:
         if delimiter and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n\0'):
@@ -109,14 +112,24 @@ class TextLayout:
                 f"{file.name}: got list or text column {unknown[0]!r}, which is not there; "
                 f"{nearest(unknown[0], self.names)}"
             )
-        self._read_types(file, rest if self.header else sample)
+        known = {name: kind for name, kind in (id_types or {}).items() if name in self.names}
+        self._texts |= {name for name, kind in known.items() if kind == "text"}
+        self._read_types(rest if self.header else sample, {n for n, kind in known.items() if kind == "integer"})
+        for name in self.lists.keys() & known.keys():
+            self.list_types[name] = pa.list_(pa.int64() if known[name] == "integer" else pa.binary())
 
-    def _read_types(self, file: DataFile, rows: bytes) -> None:
+    def _read_types(self, rows: bytes, integers: Set[str]) -> None:
         kinds = dict.fromkeys(self.names, ColumnKind.TEXT)
+        self.times: dict[str, str] = {}  # the first text of each column of times
         self.long_integers: list[str] = []
         self.list_types = {name: pa.list_(pa.int64()) for name in self.lists}
         if rows:
             table = self._parsed(rows, self._texts)
+            self.times = {
+                name: self._first_text(rows, name)
+                for name, column in zip(self.names, table.columns, strict=True)
+                if pa.types.is_timestamp(column.type)
+            }
             for name, column in zip(self.names, table.columns, strict=True):
                 if name in self.lists:
                     words = _split(column.combine_chunks().cast(pa.binary()), self.lists[name]).flatten()
@@ -133,11 +146,17 @@ class TextLayout:
             # Whole numbers beyond int64 are ids: as float64, different ones would be equal.
             self.long_integers = [name for name in self.long_integers if self._are_long_integers(rows, name)]
             kinds.update(dict.fromkeys(self.long_integers, ColumnKind.TEXT))
+        # The parser names the first field that is no integer.
+        kinds.update({n: ColumnKind.INTEGER for n in integers - self.lists.keys() if kinds[n] is ColumnKind.TEXT})
         self.columns = self._columns(kinds)
 
     def _are_long_integers(self, rows: bytes, name: str) -> bool:
         fields = self._parsed(rows, {name}).column(name)
         return bool(arrow.all(arrow.match_substring_regex(fields, r"^-?[0-9]+$")).as_py())
+
+    def _first_text(self, rows: bytes, name: str) -> str:
+        texts = self._parsed(rows, {name}).column(name).drop_null()
+        return texts[0].as_py().decode() if len(texts) else ""
 
     def _parsed(self, rows: bytes, texts: Set[str]) -> pa.Table:
         return arrow_csv.read_csv(
@@ -211,7 +230,7 @@ class DelimitedGroups(RowGroups):
     Args:
         paths: a file, a folder, a pattern, a URL, or a list of them (`file_list.py`).
         base: folder of relative local paths.
-        delimiter, names, lists, texts: see `TextLayout`.
+        delimiter, names, lists, texts, id_types: see `TextLayout`.
         block_bytes: bytes of text in a row group.
 
     Raises:
@@ -227,11 +246,14 @@ class DelimitedGroups(RowGroups):
         names: Sequence[str] = (),
         lists: Sequence[ListColumn] = (),
         texts: Sequence[str] = (),
+        id_types: Mapping[str, str] | None = None,
         block_bytes: int = 1 << 23,
     ) -> None:
         self.files = list_files(paths, ENDINGS, base=base)
         self.name = self.files[0].name if len(self.files) == 1 else f"{len(self.files)} text files"
-        self._layout = TextLayout(self.files[0], delimiter=delimiter, names=names, lists=lists, texts=texts)
+        self._layout = TextLayout(
+            self.files[0], delimiter=delimiter, names=names, lists=lists, texts=texts, id_types=id_types
+        )
         self.schema = self._layout.schema
         blocks = [
             (number, *block) for number, file in enumerate(self.files) for block in self._index(file, block_bytes)

@@ -23,6 +23,8 @@ import pyarrow.parquet as parquet
 from tilerec.atomic_file import open_replacement
 from tilerec.errors import InputError
 
+_TYPE_KEY = b"ids"
+"""Name of the type of the ids in the metadata of the file; files of earlier versions lack it."""
 SCHEMA = pa.schema([("hash", pa.uint64()), ("row", pa.int64()), ("count", pa.int64())])
 
 
@@ -34,25 +36,30 @@ class IdVocabulary:
         hashes: uint64 [V], ascending.
         rows: int64 [V], a permutation of 1 to V.
         counts: int64 [V], occurrences of each id.
+        type: of the ids, "integer" or "text"; "" if it is unknown, or if there are both.
     """
 
     hashes: npt.NDArray[np.uint64]
     rows: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
+    type: str = ""
 
     @staticmethod
-    def ranked(hashes_V: npt.NDArray[np.uint64], counts_V: npt.NDArray[np.int64], most: int = 0) -> IdVocabulary:
+    def ranked(
+        hashes_V: npt.NDArray[np.uint64], counts_V: npt.NDArray[np.int64], most: int = 0, type: str = ""
+    ) -> IdVocabulary:
         """Return the vocabulary of distinct ids, whose rows are in the order of their counts.
 
         Args:
             hashes_V: ascending. Ids with equal counts get rows in the order of their hashes.
             most: number of most frequent ids to keep; 0 keeps all.
+            type: see the attribute.
         """
         by_count = np.argsort(-counts_V, kind="stable")[: most or None]
         rows_V = np.zeros(len(hashes_V), np.int64)
         rows_V[by_count] = np.arange(1, len(by_count) + 1)
         kept_V = rows_V > 0
-        return IdVocabulary(hashes_V[kept_V], rows_V[kept_V], counts_V[kept_V])
+        return IdVocabulary(hashes_V[kept_V], rows_V[kept_V], counts_V[kept_V], type)
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +76,8 @@ class IdVocabulary:
 
     def write(self, path: str | Path) -> None:
         """Write the Parquet file; an earlier one is replaced. Raise `FileError` if it cannot be written."""
-        table = pa.table([pa.array(column) for column in (self.hashes, self.rows, self.counts)], SCHEMA)
+        columns = [pa.array(column) for column in (self.hashes, self.rows, self.counts)]
+        table = pa.table(columns, SCHEMA.with_metadata({_TYPE_KEY: self.type}))
         with open_replacement(path, "Vocabulary") as file:
             parquet.write_table(table, file)
 
@@ -89,7 +97,9 @@ class IdVocabulary:
                 f"vocabulary {path}: got columns {table.schema.names}; expected {SCHEMA.names}, from `tilerec data "
                 "vocabulary`. Write it again."
             )
-        found = IdVocabulary(*(column.to_numpy() for column in table.columns))
+        kind = (table.schema.metadata or {}).get(_TYPE_KEY, b"").decode()
+        hashes, rows, counts = (column.to_numpy() for column in table.columns)
+        found = IdVocabulary(hashes, rows, counts, kind)
         if (found.hashes[1:] <= found.hashes[:-1]).any() or not np.array_equal(
             np.sort(found.rows), np.arange(1, found.num_rows)
         ):

@@ -55,6 +55,7 @@ class ColumnProfile:
         longest: values of the longest list.
         listed: values of all lists, missing ones included.
         time_type: the Arrow type of dates and times; their sample has the integers that Arrow stores. None for others.
+        time_text: of text files, the first time as it is written; "" for others.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ColumnProfile:
     longest: int = 0
     listed: int = 0
     time_type: pa.DataType | None = None
+    time_text: str = ""
     _distinct: HyperLogLog = field(default_factory=HyperLogLog)
     _lengths: Any = field(default_factory=hashlib.blake2b)
 
@@ -160,7 +162,9 @@ def profile_data(path: str, most_rows: int = MOST_ROWS) -> DataProfile:
         for name in table.column_names:
             kind = table.schema.field(name).type
             time = kind if pa.types.is_timestamp(kind) or pa.types.is_date(kind) else None
-            column = columns.setdefault(name, ColumnProfile(name, str(kind), kind_of(kind), time_type=time))
+            text = layout.times.get(name, "") if layout is not None else ""
+            profile = ColumnProfile(name, str(kind), kind_of(kind), time_type=time, time_text=text)
+            column = columns.setdefault(name, profile)
             column.add(table.column(name))
         rows += table.num_rows
     if not rows:

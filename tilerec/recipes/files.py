@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from tilerec.data.columns import Columns
+from tilerec.data.dataset import Dataset
 from tilerec.data.file_list import FilePath
 from tilerec.data.hold_out import NO_HOLD_OUT, HoldOut
+from tilerec.data.id_types import typed
 from tilerec.data.parquet_files import ENDINGS as PARQUET_ENDINGS
 from tilerec.data.parquet_files import ParquetGroups
 from tilerec.data.row_groups import RowGroups
@@ -62,19 +64,23 @@ class FilesData(DataConfig):
             raise ConfigError(f"data.format: got {self.format!r}; expected 'auto', 'parquet' or 'text'. Correct it.")
 
     def open(self) -> TableDataset:
-        held = self.hold_out
+        held, source = self.hold_out, self._source(self.path)
+        others = replace(self, columns=typed(self.columns, source))  # files that are read by the types of `path`
         return TableDataset(
-            self._source(self.path),
-            self.columns,
+            source,
+            others.columns,
             hold_out=NO_HOLD_OUT if held.path else held,
-            held_out_data=self._source(held.path) if held.path else None,
+            held_out_data=others._source(held.path) if held.path else None,
             seed=self.seed,
             shuffle_rows=self.shuffle_rows,
             lanes=self.lanes,
             group_by_session=self.group_by_session,
             read_ahead_bytes=self.read_ahead_mb << 20,
-            items=self._source(self.items) if self.items else None,
+            items=others._source(self.items) if self.items else None,
         )
+
+    def as_opened(self, dataset: Dataset) -> FilesData:
+        return replace(self, columns=dataset.columns) if isinstance(dataset, TableDataset) else self
 
     def open_rows(self, path: tuple[str, ...], *, labels: bool = True) -> TableDataset:
         """Open other files with the same columns, for `TableDataset.rows`: nothing is held out.
@@ -95,7 +101,7 @@ class FilesData(DataConfig):
 
     def _source(self, path: tuple[str, ...]) -> RowGroups:
         lists = tuple(ListColumn(column.column, column.separator) for column in self.columns.ids if column.separator)
-        return file_source(path, format=self.format, base=self.base, lists=lists)
+        return file_source(path, format=self.format, base=self.base, lists=lists, id_types=self.columns.id_types)
 
 
 def file_source(
@@ -104,17 +110,19 @@ def file_source(
     format: Literal["auto", "parquet", "text"] = "auto",
     base: str = "",
     lists: Sequence[ListColumn] = (),
+    id_types: Mapping[str, str] | None = None,
 ) -> RowGroups:
     """Return the row groups of files.
 
     Args:
         path, format, base: see `FilesData`.
         lists: of text files, the columns with several ids per field.
+        id_types: of text files, the types of ids that are known, by column.
     """
     name = path[0] if path else ""
     auto_text = name.endswith(TEXT_ENDINGS) and not name.endswith(PARQUET_ENDINGS)
     if format == "text" or (format == "auto" and auto_text):
-        return DelimitedGroups(path, base=base, lists=lists)
+        return DelimitedGroups(path, base=base, lists=lists, id_types=id_types)
     return ParquetGroups(path, base=base)
 
 

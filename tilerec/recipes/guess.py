@@ -233,8 +233,8 @@ def _split(column: ColumnProfile, profile: DataProfile) -> dict[str, Any]:
         if at <= column.sample.min():
             return {}
         if column.time_type is not None:
-            stored = pa.int32() if column.time_type.bit_width == 32 else pa.int64()
-            return {"column": column.name, "at_least": str(pa.scalar(int(at), stored).cast(column.time_type))}
+            text = _time_text(int(at), column)
+            return {"column": column.name, "at_least": text} if text else {}
     elif column.low is None or column.time_type is not None:
         return {}
     else:
@@ -242,6 +242,29 @@ def _split(column: ColumnProfile, profile: DataProfile) -> dict[str, Any]:
         at = low + 0.9 * (high - low)
     whole = column.kind == "integer" or column.type.startswith("decimal")
     return {"column": column.name, "at_least": f"{at:.0f}" if whole else repr(at)}
+
+
+def _time_text(at: int, column: ColumnProfile) -> str:
+    """Return a time as the data write it; "" for a text file whose times have an offset from UTC.
+
+    The reader compares the times of text files as texts: "2024-06-01T09:00:00" is above "2024-06-01 21:00:00".
+    """
+    text = _iso_text(at, column)
+    if not column.time_text:
+        return text
+    between = column.time_text[10:11]
+    first = _iso_text(int(column.sample[0]), column)
+    written = f"{first[:10]}{between}{first[11:16]}"
+    # Without fractions and "Z", and as long as those of the data, the text is not above any form of the same time.
+    end = min(19, len(column.time_text.removesuffix("Z")))
+    return f"{text[:10]}{between}{text[11:end]}" if column.time_text.startswith(written) else ""
+
+
+def _iso_text(time: int, column: ColumnProfile) -> str:
+    """Return a time that Arrow stores as a number in the form "2024-06-01 21:00:00"."""
+    assert column.time_type is not None
+    stored = pa.int32() if column.time_type.bit_width == 32 else pa.int64()
+    return str(pa.scalar(time, stored).cast(column.time_type))
 
 
 def _is_count(column: ColumnProfile, words: list[str]) -> bool:

@@ -44,6 +44,10 @@ class DataConfig(ABC):
         """
         return self
 
+    def as_opened(self, dataset: Dataset) -> DataConfig:
+        """Return the config with facts of the opened data that a run keeps for further files, such as types of ids."""
+        return self
+
     def open_catalog(self) -> Dataset:
         """Open the source for its features and its catalog, to export an index; samples may be absent."""
         return self.open()

@@ -68,6 +68,7 @@ def train(
         device = run_device(options.device, world.size)
         with phase("open the data", console):
             dataset = config.task.with_checks(config.data.open())
+            config = replace(config, data=config.data.as_opened(dataset))
             config.task.check(dataset)
             world.check_data(dataset)
         torch.manual_seed(options.seed)

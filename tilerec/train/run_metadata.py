@@ -35,6 +35,8 @@ RUN_FILE_KEY = "run_file"
 _PLACES = ("path", "base", "read_ahead_mb")
 """Settings of data that do not change the samples or their order."""
 _TABLE_ROWS = re.compile(r"(data\.columns\.tables\[[0-9]+\])\.rows")
+_ADDED = re.compile(r"data\.columns\.ids\[[0-9]+\]\.type")
+"""Settings that checkpoints of earlier versions lack."""
 _OWN_ROWS = ("rows", "vocabulary")
 """Kinds of ids that have the same row in a table of more rows."""
 
@@ -110,6 +112,8 @@ class RunMetadata:
         """
         before, now = state["settings"], self.settings()
         for name in sorted({*before, *now}):
+            if name not in before and _ADDED.fullmatch(name):
+                continue
             if before.get(name) != now.get(name) and not self._is_resized(name, now):
                 raise ConfigError(
                     f"Checkpoint {path}: got {name} = {now.get(name, 'nothing')}; expected "

@@ -103,13 +103,13 @@ def test_an_empty_workload_has_no_traffic() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Skew(0), "distinct is 0"),
-        (lambda: Skew(True), "distinct is True"),
-        (lambda: Skew(1.0), "distinct is 1.0"),  # type: ignore[arg-type]
-        (lambda: Skew(3, float("nan")), "exponent is nan"),
-        (lambda: Skew(3, 8.5), "exponent is 8.5; it must be a number from 0 to 8"),
-        (lambda: Skew(3, -0.1), "exponent is -0.1"),
-        (lambda: Skew(3, "1"), "exponent is '1'"),  # type: ignore[arg-type]
+        (lambda: Skew(0), "distinct=0"),
+        (lambda: Skew(True), "distinct=True"),
+        (lambda: Skew(1.0), "distinct=1.0"),  # type: ignore[arg-type]
+        (lambda: Skew(3, float("nan")), "exponent=nan"),
+        (lambda: Skew(3, 8.5), "got exponent=8.5; expected a number from 0 to 8"),
+        (lambda: Skew(3, -0.1), "exponent=-0.1"),
+        (lambda: Skew(3, "1"), "exponent='1'"),  # type: ignore[arg-type]
         (lambda: Reads(1e12), "bags is 1000000000000.0"),
         (lambda: Reads(True), "bags is True"),
         (lambda: Reads(10, 1e12), "ids_per_bag is 1000000000000.0"),

@@ -71,7 +71,10 @@ def rebalance(
         PlannerError: no plan fits the memory of the planner's topology.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"rebalance: model: got a {type(model).__name__}; expected a sharded module.")
+        raise ConfigError(
+            f"rebalance: model: got a {type(model).__name__}; expected a module that `shard` has "
+            "sharded. Pass the model."
+        )
     outer = model
     model, two_d = unwrapped(outer)
     collections = sharded_collections(model, "rebalance", two_d=two_d is not None)
@@ -83,7 +86,8 @@ def rebalance(
         _check(planner, horizon, least_gain, step_seconds)
         if not isinstance(measured, Load):
             raise ConfigError(
-                f"rebalance: load: got a {type(load).__name__}; expected the Load that load_of(model) returns."
+                f"rebalance: load: got a {type(load).__name__}; expected the Load that load_of(model) returns. "
+                "Leave it out to take that of the model."
             )
         check_progress(progress)
         if apply and optimizers is None:
@@ -116,12 +120,18 @@ def _parts(model: nn.Module, collections: dict[str, ShardedCollection], two_d: T
 def _check(planner: Any, horizon: Any, least_gain: Any, step_seconds: Any) -> None:
     if planner is not None and not isinstance(planner, EmbeddingShardingPlanner):
         raise ConfigError(
-            f"rebalance: planner: got a {type(planner).__name__}; expected an EmbeddingShardingPlanner, or None."
+            f"rebalance: planner: got a {type(planner).__name__}; expected an EmbeddingShardingPlanner. "
+            "Pass one, or leave it out."
         )
     if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
-        raise ConfigError(f"rebalance: horizon: got {horizon!r}; expected a whole number of steps from 1.")
+        raise ConfigError(
+            f"rebalance: horizon: got {horizon!r}; expected a whole number of steps from 1. Pass the steps until the "
+            "next call."
+        )
     for name, value in (("least_gain", least_gain), ("step_seconds", step_seconds)):
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf")
         ):
-            raise ConfigError(f"rebalance: {name}: got {value!r}; expected a finite number from 0.")
+            raise ConfigError(
+                f"rebalance: {name}: got {value!r}; expected a finite number from 0. Leave it out for the default."
+            )

@@ -69,9 +69,14 @@ class Skew:
 
     def __post_init__(self) -> None:
         if isinstance(self.distinct, bool) or not isinstance(self.distinct, int) or self.distinct < 1:
-            raise ConfigError(f"Skew: distinct is {self.distinct!r}; it must be a whole number from 1.")
+            raise ConfigError(
+                f"Skew: got distinct={self.distinct!r}; expected a whole number from 1. Measure with `tilerec stats`."
+            )
         if not isinstance(self.exponent, (int, float)) or not 0 <= self.exponent <= MOST_EXPONENT:
-            raise ConfigError(f"Skew: exponent is {self.exponent!r}; it must be a number from 0 to {MOST_EXPONENT}.")
+            raise ConfigError(
+                f"Skew: got exponent={self.exponent!r}; expected a number from 0 to {MOST_EXPONENT}. Measure with "
+                "`tilerec stats`."
+            )
         try:
             curve = tuple((int(k), float(share)) for k, share in self.curve)
         except (TypeError, ValueError):
