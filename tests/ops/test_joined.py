@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,3 +128,11 @@ def test_ranks_that_have_other_features_add_lookups_in_one_order() -> None:
     there = [replace(sequence([3], 3, [1]), order=(9,)), *here]
     assert joined(here).order == (5, 7, (1 << 32) + 4)
     assert joined(there).order == (9, *joined(here).order)
+
+
+def test_each_feature_keeps_what_is_known_of_its_rows() -> None:
+    known = replace(sequence([1, 2], 3, [4, 1]), distinct=(True, False))
+    unknown = sequence([2], 3, [5])
+    assert joined([known, unknown]).distinct == (True, False, False)
+    assert joined([unknown, known]).distinct == (False, True, False)
+    assert joined([unknown, unknown]).distinct == ()

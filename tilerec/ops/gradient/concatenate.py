@@ -72,12 +72,19 @@ def joined(records: Sequence[GradientRecord]) -> GradientRecord:
         grad_strides=tuple(strides),
         means=_concatenated(record.means for record in records),
         order=tuple(order) if any(record.order for record in records) else (),
+        distinct=_distinct(records),
         agreed=all(record.agreed for record in records),
     )
 
 
 def _concatenated(parts: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple([number for part in parts for number in part])
+
+
+def _distinct(records: Sequence[GradientRecord]) -> tuple[bool, ...]:
+    if not any(record.distinct for record in records):
+        return ()
+    return tuple([own for record in records for own in record.distinct or (False,) * len(record.sinks)])
 
 
 def _blocks(record: GradientRecord) -> Iterator[tuple[Tensor, list[int], list[int]]]:
