@@ -11,7 +11,7 @@ from torch.library import opcheck
 
 from tilerec.errors import ConfigError
 from tilerec.ops import backends as backends
-from tilerec.ops.hot.copies import indexable
+from tilerec.ops.cache.definition import indexable
 from tilerec.ops.runtime.library import LIBRARY
 
 OPS = torch.ops.tilerec

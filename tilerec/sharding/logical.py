@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
-from tilerec.ops.hot.copies import indexable
+from tilerec.ops.cache.definition import indexable
 from tilerec.sharding.head_rows import HotCopies
 from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
 from tilerec.storage.file_rows import select_rows

@@ -362,7 +362,7 @@ def written_back(entries: Tensor) -> Tensor:
 
 
 def indexable(tensor: Tensor) -> Tensor:
-    """Return the same bytes in a dtype that torch can index."""
+    """Return the same bytes in a dtype that torch indexes: it does not index all 8-bit floats."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
+from tilerec.ops.cache.definition import copy_rows
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.upload import upload
 
@@ -157,10 +158,4 @@ def copy_rows_reference_(
     """
     for target, source, begin, end, column in zip(targets, sources, begins, ends, columns, strict=True):
         own = source if source.dim() == 1 else source[:, column : column + target.shape[1]]
-        rows = indexable(own).index_select(0, sources_U[begin:end])
-        indexable(target).index_copy_(0, targets_U[begin:end], rows)
-
-
-def indexable(rows: Tensor) -> Tensor:
-    """Return rows as numbers of a type that torch indexes: it does not index all 8-bit floats."""
-    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+        copy_rows(target, targets_U[begin:end], own, sources_U[begin:end])
