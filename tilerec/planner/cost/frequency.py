@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,8 +78,12 @@ class FrequencyLaws:
         self.edges = np.array(bucket_edges(most))
         low, high = self.edges[:-1, None], self.edges[1:, None]
         self.counts = np.clip(distinct + 1.0 - low, 0.0, high - low)
-        middle = low + (np.maximum(self.counts, 1.0) - 1.0) / 2.0
-        weights = exponential(-exponent * _log(middle))
+        # The logarithm of the middle of each bucket: most are full or empty, and laws differ in the last one.
+        full, part = self.counts == high - low, (self.counts > 0.0) & (self.counts < high - low)
+        middle = np.where(full, _log(low + (high - low - 1.0) / 2.0), _log(low))
+        middle[part] = _log((low + (self.counts - 1.0) / 2.0)[part])
+        # Bucket by bucket, as arrays of that size stay in the processor's cache.
+        weights = np.stack([exponential(-exponent * each) for each in middle])
         # Python's `sum` adds bucket after bucket, in the same order on every machine.
         self.weights = weights / sum(self.counts * weights)
         measured = [(i, curve) for i, curve in enumerate(curves) if curve]
@@ -166,38 +171,44 @@ class Seen:
     whole: [n] in the whole table.
 
     Args:
-        laws: of all tables. rows, ordered: [T]. table: [n]. draws: [n] ids. hot: heads of the tables.
+        laws: of all tables. rows, ordered: [T]. table: [n]. draws: [n] ids.
     """
 
-    def __init__(
-        self, laws: FrequencyLaws, rows: Ints, ordered: Bools, table: Ints, draws: Floats, hot: HotReads | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, laws: FrequencyLaws, rows: Ints, ordered: Bools, table: Ints, draws: Floats) -> None:
         self._rows, self._edges = rows[table].astype(np.float64), laws.edges
         self.whole = distinct_uniform(rows[table], draws)
-        self._hot_rows = None if hot is None else hot.rows[table]
+        self._hot_rows: Ints | None = None
         # [n] distinct rows of the heads.
-        self._head = np.zeros(len(table)) if hot is None else self.whole * (hot.rows[table] / self._rows)
-        lawful = np.flatnonzero(laws.position[table] >= 0)
-        if not len(lawful):
-            self._ordered = np.zeros(0, np.int64)
-            return
-        own = laws.position[table[lawful]]
+        self._head = np.zeros(len(table))
+        self._laws, self._table = laws, table
+        self._lawful = np.flatnonzero(laws.position[table] >= 0)
+        own = laws.position[table[self._lawful]]
         # Bucket by bucket, as arrays of that size stay in the processor's cache.
-        counts, drawn = laws.counts[:, own], draws[lawful]
-        each = np.zeros_like(counts)
-        for bucket, weights, ids in zip(each, laws.weights, counts, strict=True):
+        counts, drawn = laws.counts[:, own], draws[self._lawful]
+        self._seen = np.zeros_like(counts)
+        for bucket, weights, ids in zip(self._seen, laws.weights, counts, strict=True):
             some = np.flatnonzero(ids)
             bucket[some] = 1.0 - missed(weights[own[some]], drawn[some])
-        found: Floats = sum(counts * each)
-        self.whole[lawful] = np.minimum(found, draws[lawful])
-        if hot is not None:
-            head = np.asarray(sum(hot.inside[:, own] * each))
-            self._head[lawful] = head * (self.whole[lawful] / np.maximum(found, 1e-300))
-            each = each * hot.cold(laws)[:, own]
-        by_row = np.flatnonzero(ordered[table[lawful]])
-        self._ordered = lawful[by_row]
+        found: Floats = np.asarray(sum(counts * self._seen))
+        self.whole[self._lawful] = np.minimum(found, drawn)
+        self._within = self.whole[self._lawful] / np.maximum(found, 1e-300)
+        self._by_row = by_row = np.flatnonzero(ordered[table[self._lawful]])
+        self._ordered = self._lawful[by_row]
         self._counts = counts[:, by_row]
-        self._each = each[:, by_row] * (self.whole[self._ordered] / np.maximum(found[by_row], 1e-300))
+        self._each = self._seen[:, by_row] * self._within[by_row]
+
+    def with_hot(self, hot: HotReads) -> Seen:
+        """Return the same for tables with heads."""
+        found, laws = copy(self), self._laws
+        vars(found).pop("_sums", None)
+        own = laws.position[self._table[self._lawful]]
+        found._hot_rows = hot.rows[self._table]
+        found._head = self.whole * (found._hot_rows / self._rows)
+        found._head[self._lawful] = np.asarray(sum(hot.inside[:, own] * self._seen)) * self._within
+        if len(self._by_row):
+            cold = self._seen[:, self._by_row] * hot.cold(laws)[:, own[self._by_row]]
+            found._each = cold * self._within[self._by_row]
+        return found
 
     @cached_property
     def _sums(self) -> RangeSums:

@@ -87,6 +87,7 @@ class Model:
         self.file_row = FILE_ROW if self.speeds.file_row is None else self.speeds.file_row
         self._seen: dict[float, Seen] = {}
         self._with_heads: dict[bytes, Model] = {}
+        self._plain: Model | None = None  # of a model with heads: the one without
         self.own_distinct = self.seen(1).whole
         self.all_distinct = self.seen(self.ranks).whole
         per_rank = _touched(workload, self.all_distinct) / self.ranks
@@ -100,6 +101,7 @@ class Model:
         """Return this model for tables with heads."""
         found = copy(self)
         found.workload, found._seen, found._with_heads = self.workload.with_hot(hot), {}, {}
+        found._plain = self._plain or self
         for derived in ("seen_by_feature", "missed"):
             vars(found).pop(derived, None)
         return found
@@ -143,7 +145,10 @@ class Model:
         """Return the distinct rows of all tables in the batches of so many ranks."""
         if ranks not in self._seen:
             work = self.workload
-            self._seen[ranks] = work.seen(np.arange(len(work.names)), work.ids * float(ranks))
+            if self._plain is not None and work.hot is not None:
+                self._seen[ranks] = self._plain.seen(ranks).with_hot(work.hot)
+            else:
+                self._seen[ranks] = work.seen(np.arange(len(work.names)), work.ids * float(ranks))
         return self._seen[ranks]
 
     @cached_property
@@ -160,6 +165,8 @@ class Model:
     def seen_by_feature(self) -> Seen:
         """The distinct rows of all features in one rank's batch."""
         work = self.workload
+        if self._plain is not None and work.hot is not None:
+            return self._plain.seen_by_feature.with_hot(work.hot)
         return work.seen(work.table, work.bags * work.ids_per_bag)
 
     @cached_property

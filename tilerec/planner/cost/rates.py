@@ -31,14 +31,12 @@ class Rates:
             rates = np.array(getattr(self.speeds, name))
             self._curves[name] = rates, np.diff(rates, append=0.0) / np.diff(self.widths, append=1.0)
         widths, (rates, slopes) = self.widths, self._curves[name]
-        width = np.asarray(width, np.float64)
-        last = len(widths) - 1
-        at = np.zeros(width.shape, np.int64)  # the widths below; faster than a binary search among so few
+        width = np.maximum(np.asarray(width, np.float64), widths[0])
+        at = np.zeros(width.shape, np.int8)  # the widths below; faster than a binary search among so few
         for edge in widths[1:].tolist():
             at += width > edge
-        inside = rates[at] + (width - widths[at]) * slopes[at]
-        above = np.where(width > widths[last], rates[last] / widths[last] * width, inside)
-        found: Floats = np.where(width <= widths[0], rates[0], above)
+        inside = rates.take(at) + (width - widths.take(at)) * slopes.take(at)
+        found: Floats = np.where(width > widths[-1], rates[-1] / widths[-1] * width, inside)
         return found
 
     def lookup(self, ids: Any, far: Any, bags: Any, width: Any, element: Any) -> Floats:
