@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 from tilerec.errors import ConfigError, InputError
@@ -16,6 +17,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.feature_processed import FeatureProcessedEmbeddingBagCollection
 from tilerec.modules.feature_processor import PositionWeightedModuleCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.compiled_model import compile_model
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
 
@@ -375,3 +377,24 @@ def test_inputs_that_do_not_fit_are_named() -> None:
         model(torch.zeros(3, DENSE), inputs.sparse_features)
     with pytest.raises(InputError, match=r"labels of shape \[4, 1\] for logits of shape \[4\]"):
         DLRMTrain(model)(Batch(inputs.dense_features, inputs.sparse_features, inputs.labels[:, None]))
+
+
+@traced
+@pytest.mark.parametrize(("name", "graphs"), [("DLRM", 1), ("DLRM_DCN", 2), ("DLRM_Projection", 2)])
+def test_a_compiled_model_has_one_graph_for_batches_of_any_size_or_another_for_one_sample(
+    name: str, graphs: int
+) -> None:
+    torch._dynamo.reset()
+    model = MODELS[name](tables())
+    twin = copy.deepcopy(model)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    forwards = compile_model(model, backend=counter), twin
+    for size in (6, 8, 1, 0, 3):
+        given = batch(size)
+        losses = [forward(given.dense_features, given.sparse_features).square().sum() for forward in forwards]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+    assert counter.frame_count == graphs

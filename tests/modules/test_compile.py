@@ -17,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.compiled_model import compile_model
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
@@ -111,6 +112,25 @@ def test_a_compiled_step_equals_an_eager_one_for_batches_of_any_size(make, optim
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("make", [Pooled, lambda: Pooled(True), Rows], ids=["pooled", "weighted", "rows"])
+def test_one_graph_for_batches_of_any_size_has_the_gradients_of_plain_tables(make) -> None:
+    torch._dynamo.reset()
+    model = make()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = compile_model(model, backend=counter)
+    weighted = isinstance(model, Pooled) and model.ebc.is_weighted()
+    for size in (3, 5, 1, 0):
+        grads = []
+        for forward in (model, compiled):
+            out = forward(batch(size, size, weighted))
+            (sum((x**2).sum() for x in out) if isinstance(out, tuple) else (out**2).sum()).backward()
+            grads.append([None if p.grad is None else p.grad.to_dense() for p in model.parameters()])
+            model.zero_grad()
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other)
+    assert counter.frame_count == 1
 
 
 def test_a_compiled_module_called_twice_in_a_step_updates_once(compile_backend: str) -> None:

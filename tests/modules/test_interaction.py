@@ -10,10 +10,11 @@ from tilerec.modules.interaction import (
     InteractionArch,
     InteractionDCNArch,
     InteractionProjectionArch,
+    dot_interaction,
     pair_count,
-    pair_dots,
 )
 
+DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = [(0, 2, 4), (1, 1, 1), (3, 5, 3), (2, 3, 257)]  # samples, sparse features, dim
 
 
@@ -33,23 +34,22 @@ def test_dots_of_all_pairs_follow_the_dense_vector(batch: int, sparse: int, dim:
 
 def test_the_docstring_example_holds() -> None:
     vectors = torch.tensor([[[1.0, 0.0], [2.0, 3.0], [4.0, 5.0]]])
-    assert pair_dots(vectors).tolist() == [[2.0, 4.0, 23.0]]
+    assert dot_interaction(vectors[:, 0], vectors[:, 1:]).tolist() == [[1.0, 0.0, 2.0, 4.0, 23.0]]
 
 
-@pytest.mark.parametrize("vectors", [1, 2, 5])
-def test_first_and_second_derivatives_of_the_dots_check(vectors: int) -> None:
-    x = torch.randn(2, vectors, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(pair_dots, (x,))
-    assert torch.autograd.gradgradcheck(pair_dots, (x,))
+@pytest.mark.parametrize("sparse", [0, 1, 4])
+def test_first_and_second_derivatives_of_the_dots_check(sparse: int) -> None:
+    inputs = tuple(t.requires_grad_() for t in features(2, sparse, 3))
+    assert torch.autograd.gradcheck(dot_interaction, inputs)
+    assert torch.autograd.gradgradcheck(dot_interaction, inputs)
 
 
 def test_a_prediction_may_come_before_the_first_training_step() -> None:
-    vectors = 11  # no other test has as many: the pairs of each number are made once
-    x = torch.randn(2, vectors, 3, dtype=torch.float64, requires_grad=True)
+    inputs = tuple(t.requires_grad_() for t in features(2, 10, 3))  # no other test has as many: pairs are made once
     with torch.inference_mode():
-        expected = pair_dots(x.detach())
-    assert torch.equal(pair_dots(x), expected)
-    assert torch.autograd.gradgradcheck(pair_dots, (x,))
+        expected = dot_interaction(*[t.detach() for t in inputs])
+    assert torch.equal(dot_interaction(*inputs), expected)
+    assert torch.autograd.gradgradcheck(dot_interaction, inputs)
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
@@ -57,13 +57,23 @@ def test_the_gradient_of_the_dots_equals_that_of_plain_torch(contiguous: bool) -
     base = torch.randn(3, 7, 5) if contiguous else torch.randn(3, 5, 7).transpose(1, 2)
     left, right = base.clone().requires_grad_(), base.clone().requires_grad_()
     rows, columns = torch.triu_indices(7, 7, 1)
-    plain = torch.bmm(right, right.transpose(1, 2))[:, rows, columns]
-    ours = pair_dots(left)
+    plain = torch.cat([right[:, 0], torch.bmm(right, right.transpose(1, 2))[:, rows, columns]], dim=1)
+    ours = dot_interaction(left[:, 0], left[:, 1:])
     torch.testing.assert_close(ours, plain)
     weights = torch.randn_like(plain)
     (ours * weights).sum().backward()
     (plain * weights).sum().backward()
     torch.testing.assert_close(left.grad, right.grad)
+
+
+def test_each_input_has_the_gradient_of_its_own_dtype() -> None:
+    dense, embedded = (t.to(dtype).requires_grad_() for t, dtype in zip(features(3, 2, 4), DTYPES, strict=True))
+    out = dot_interaction(dense, embedded)
+    assert out.dtype == torch.float32
+    out.sum().backward()
+    assert dense.grad is not None
+    assert embedded.grad is not None
+    assert (dense.grad.dtype, embedded.grad.dtype) == DTYPES
 
 
 # torch 2.13's tracer makes an instance of every autograd.Function it meets, which torch itself deprecates

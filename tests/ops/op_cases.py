@@ -208,8 +208,8 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         "updated_hot_rows": lambda: (whole(2, 0, 2), [0], [0], [3], [whole(3, 7, 8)], [0], [6], [10]),
         "copy_rows_": lambda: ([rand(2, 3)], [rand(2, 4)], whole(1), whole(0), [0], [1], [1]),
         "mark_rows_": lambda: ([whole(0, 8, dtype=torch.int32)], [whole(3, 33, -1)], [40]),
-        "pair_dots": lambda: (rand(2, 3, 5),),
-        "pair_dots_gradient": lambda: (rand(2, 3), rand(2, 3, 5)),
+        "dot_interaction": lambda: (rand(2, 5), rand(2, 2, 5)),
+        "dot_interaction_gradients": lambda: (rand(2, 8), rand(2, 3, 5)),
         "best_rows": lambda: (
             rand(2, 3), whole(*range(12), dtype=torch.int8).view(4, 3), rand(4), whole(1, 1, 0, 1),
             whole(0, 1).view(2, 1), whole(4, 3).view(2, 1), whole(1, 1), whole(0, 0), 3,

@@ -185,7 +185,10 @@ class TableCollection(nn.Module):
         cached = tuple(
             [r.cache is not None and r.leaf is w and not w.is_meta for r, w in zip(rows, leaves, strict=True)]
         )
-        return Operands(leaves, attached, cached, self._sinks, self._no_sinks)
+        no_sinks = self._no_sinks
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            no_sinks = self._empty_sinks()  # as an input of a program for all sizes, it could have any size
+        return Operands(leaves, attached, cached, self._sinks, no_sinks)
 
     def _lookups(
         self, keys: Sequence[str], attached: tuple[bool, ...], cached: tuple[bool, ...], split: Sequence[Any]
@@ -283,7 +286,11 @@ class TableCollection(nn.Module):
     def _renew_sinks(self) -> None:
         self._handles = [table.rows.handle for table in self._tables.values()]
         self._sinks = torch.tensor(self._handles, dtype=torch.int64, device="cpu")
-        self._no_sinks = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self._no_sinks = self._empty_sinks()
+
+    @staticmethod
+    def _empty_sinks() -> Tensor:
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def _checked(self, features: KeyedJaggedTensor) -> list[Tensor]:
         """Return the batch's ids for every `Lookup.form`; with `on_bad_id="clamp"`, clamp and count bad ids."""

@@ -63,87 +63,139 @@ def _is_plain(x_BnD: torch.Tensor) -> bool:
     return x_BnD.device.type == "cpu" and can_bypass_dispatcher((x_BnD,))
 
 
-def _pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
+def _joined(dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
+    """Return `cat` of the vectors, [B, n, D], in memory that later steps use again. No gradient flows through it.
+
+    Fresh pages of 14 MB cost more than the copy.
+    """
+    parts = [dense_BD.unsqueeze(1), sparse_BFD]
+    if dense_BD.dtype != sparse_BFD.dtype or not can_bypass_dispatcher((dense_BD, sparse_BFD)):
+        return torch.cat(parts, dim=1)
+    batch, count, dim = sparse_BFD.shape
+    out_BnD = reused_empty((batch, count + 1, dim), dense_BD.dtype, dense_BD.device)
+    return torch.cat(parts, dim=1, out=out_BnD)
+
+
+def _with_pair_dots(dense_BD: torch.Tensor, x_BnD: torch.Tensor) -> torch.Tensor:
     vectors = x_BnD.shape[1]
     positions = _pairs_on_cpu(vectors)[0] if _is_plain(x_BnD) else _pair_positions(vectors, x_BnD.device)
-    return torch.bmm(x_BnD, x_BnD.transpose(1, 2)).flatten(1).index_select(1, positions)
+    dots_BP = torch.bmm(x_BnD, x_BnD.transpose(1, 2)).flatten(1).index_select(1, positions)
+    return torch.cat([dense_BD, dots_BP], dim=1)
 
 
-def _pair_dots_gradient(grad_BP: torch.Tensor, x_BnD: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of X: S X, where S has each pair's gradient at (i, j) and (j, i).
+def _gradients(grad_BK: torch.Tensor, x_BnD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the dense and of the sparse vectors, rows of S X.
 
-    Autograd would scatter and compute two products. All operations are differentiable, so second derivatives work.
+    S has each pair's gradient at (i, j) and (j, i). Autograd would scatter and compute two products. All operations are
+    differentiable, so second derivatives work.
     """
-    batch, vectors, _ = x_BnD.shape
+    batch, vectors, dim = x_BnD.shape
     numbers = _pairs_on_cpu(vectors)[1] if _is_plain(x_BnD) else _pair_numbers(vectors, x_BnD.device)
-    padded = torch.cat([grad_BP, grad_BP.new_zeros(batch, 1)], dim=1)
-    s_Bnn = padded.index_select(1, numbers).view(batch, vectors, vectors)
-    return torch.bmm(s_Bnn.to(x_BnD.dtype), x_BnD)
+    padded = torch.cat([grad_BK[:, dim:], grad_BK.new_zeros(batch, 1)], dim=1)
+    s_Bnn = padded.index_select(1, numbers).view(batch, vectors, vectors).to(x_BnD.dtype)
+    dense_BD = torch.bmm(s_Bnn[:, :1], x_BnD).squeeze(1) + grad_BK[:, :dim]
+    return dense_BD, torch.bmm(s_Bnn[:, 1:], x_BnD)
 
 
-class _PairDots(torch.autograd.Function):
+class _DotInteraction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BnD: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_BnD)
-        return _pair_dots(x_BnD)
+    def forward(ctx: Any, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
+        x_BnD = _joined(dense_BD, sparse_BFD)
+        ctx.save_for_backward(dense_BD, sparse_BFD, x_BnD)
+        return _with_pair_dots(dense_BD, x_BnD)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return _pair_dots_gradient(grads[0], *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dense_BD, sparse_BFD, x_BnD = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for second derivatives: the saved X has no history
+            x_BnD = torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
+        return _gradients(grads[0], x_BnD)
 
 
-def _fake_pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
-    return x_BnD.new_empty(x_BnD.shape[0], pair_count(x_BnD.shape[1]))
+def _interacted(dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x_BnD = _joined(dense_BD, sparse_BFD)
+    return _with_pair_dots(dense_BD, x_BnD), x_BnD
 
 
-LIBRARY.op("pair_dots(Tensor x) -> Tensor", _fake_pair_dots)(_pair_dots)
-LIBRARY.op("pair_dots_gradient(Tensor grad, Tensor x) -> Tensor", lambda _, x: x.new_empty(x.shape))(
-    _pair_dots_gradient
-)
+def _fake_interacted(dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, count, dim = sparse_BFD.shape
+    dtype = torch.promote_types(dense_BD.dtype, sparse_BFD.dtype)
+    out_BK = dense_BD.new_empty(batch, dim + pair_count(count + 1), dtype=dtype)
+    return out_BK, dense_BD.new_empty(batch, count + 1, dim, dtype=dtype)
 
 
-class _PairDotsOp(torch.autograd.Function):
+def _fake_gradients(grad_BK: torch.Tensor, x_BnD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, vectors, dim = x_BnD.shape
+    return x_BnD.new_empty(batch, dim), x_BnD.new_empty(batch, vectors - 1, dim)
+
+
+LIBRARY.op("dot_interaction(Tensor dense, Tensor sparse) -> (Tensor, Tensor)", _fake_interacted)(_interacted)
+LIBRARY.op("dot_interaction_gradients(Tensor grad, Tensor x) -> (Tensor, Tensor)", _fake_gradients)(_gradients)
+
+
+class _DotInteractionOp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BnD: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_BnD)
+    def forward(ctx: Any, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with BelowAutograd():
-            pairs: torch.Tensor = torch.ops.tilerec.pair_dots.default(x_BnD)
-        return pairs
+            out_BK, x_BnD = torch.ops.tilerec.dot_interaction.default(dense_BD, sparse_BFD)
+        ctx.save_for_backward(x_BnD)
+        ctx.mark_non_differentiable(x_BnD)
+        return out_BK, x_BnD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x_BnD,) = ctx.saved_tensors
-        gradient: torch.Tensor = torch.ops.tilerec.pair_dots_gradient.default(grad, x_BnD)
-        return gradient
+    def backward(ctx: Any, grad_BK: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = torch.ops.tilerec.dot_interaction_gradients.default(
+            grad_BK, *ctx.saved_tensors
+        )
+        return found
 
 
-LIBRARY.impl("pair_dots", lambda x_BnD: _PairDotsOp.apply(x_BnD), "Autograd")
+LIBRARY.impl("dot_interaction", lambda dense, sparse: _DotInteractionOp.apply(dense, sparse), "Autograd")
 
 
-def pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
-    """Return `out[b, p] = <x[b, i], x[b, j]>` for every pair p = (i, j), i < j, in row-major order.
+def dot_interaction(dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
+    """Return the dense vector, then `<x[b, i], x[b, j]>` for every pair p = (i, j), i < j, in row-major order.
 
     Args:
-        x_BnD: [B, n, D], any floating dtype, contiguous or not.
+        dense_BD: [B, D], any floating dtype; x[b, 0].
+        sparse_BFD: [B, F, D]; x[b, 1] to x[b, F].
 
     Returns:
-        [B, n (n - 1) / 2], dtype of `x_BnD`.
+        [B, D + F (F + 1) / 2], of the wider dtype.
 
-    In compiled programs on a CPU it is one op. Traced, it adds 42 lines of guards, and inductor gathers the pairs in a
-    loop of its own: 637 us forward and 710 backward for 256 samples of 27 x 64, and 594 and 480 with torch's kernel
-    (Intel Xeon, one thread, medians). Exported programs run where this op is not registered.
+    In compiled programs on a CPU it is one op, which gives the sparse vectors a gradient of their own: as a slice of a
+    larger one, torch would compile a second graph, for one sample. Traced, it also adds 42 lines of guards, and
+    inductor gathers the pairs in a loop of its own: 637 us forward and 710 backward for 256 samples of 27 x 64, and 594 and 480
+    with torch's kernel (Intel Xeon, one thread, medians). Exported programs run where this op is not registered.
 
-    The vectors [1, 0], [2, 3], [4, 5] give [2, 4, 23].
+    The vectors [1, 0], [2, 3], [4, 5] give [1, 0, 2, 4, 23].
     """
     compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    opaque = compiled and x_BnD.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    pairs: torch.Tensor = torch.ops.tilerec.pair_dots(x_BnD) if opaque else _PairDots.apply(x_BnD)
-    return pairs
+    if compiled and dense_BD.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+        out_BK: torch.Tensor = torch.ops.tilerec.dot_interaction(dense_BD, sparse_BFD)[0]
+    else:
+        out_BK = _DotInteraction.apply(dense_BD, sparse_BFD)
+    return out_BK
 
 
-def _stacked(what: str, sparse_count: int, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
-    """Return the dense and the sparse vectors of each sample, [B, F + 1, D]."""
+class _Stacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
+        return _joined(dense_BD, sparse_BFD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0][:, 0], grads[0][:, 1:]
+
+
+def _stacked(dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
+    """Return the dense and the sparse vectors of each sample, [B, n, D]."""
+    stacked: torch.Tensor = _Stacked.apply(dense_BD, sparse_BFD)
+    return stacked
+
+
+def _check(what: str, sparse_count: int, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> None:
     fits = dense_BD.dim() == 2 and tuple(sparse_BFD.shape[1:]) == (sparse_count, dense_BD.shape[1])
     # An exported program asserts that `cat` gets equal batch sizes; a question here would make torch warn.
     if fits and not torch.compiler.is_exporting():
@@ -154,29 +206,12 @@ def _stacked(what: str, sparse_count: int, dense_BD: torch.Tensor, sparse_BFD: t
             f"{list(sparse_BFD.shape)}; expected [B, D] and [B, {sparse_count}, D]. Set the dense arch's last layer "
             "size to the embedding dim, and pass as many sparse features as num_sparse_features."
         )
-    if can_bypass_dispatcher((dense_BD, sparse_BFD)) and dense_BD.dtype == sparse_BFD.dtype:
-        stacked: torch.Tensor = _Stacked.apply(dense_BD, sparse_BFD)
-        return stacked
-    return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
 
 
-class _Stacked(torch.autograd.Function):
-    """`cat` of the vectors, in memory that later steps use again: fresh pages of 14 MB cost more than the copy."""
-
-    @staticmethod
-    def forward(ctx: Any, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
-        batch, count, dim = sparse_BFD.shape
-        out_BnD = reused_empty((batch, count + 1, dim), dense_BD.dtype, dense_BD.device)
-        return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1, out=out_BnD)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grads[0][:, 0], grads[0][:, 1:]
-
-
-# `torch.fx.symbolic_trace` records their calls: they check shapes.
+# `torch.fx.symbolic_trace` records their calls: they look at shapes.
+torch.fx.wrap("_check")
 torch.fx.wrap("_stacked")
-torch.fx.wrap("pair_dots")
+torch.fx.wrap("dot_interaction")
 
 
 class InteractionArch(nn.Module):
@@ -196,10 +231,10 @@ class InteractionArch(nn.Module):
         self.F = check_size("InteractionArch: num_sparse_features", num_sparse_features, least=0)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
-        x_BnD = _stacked("InteractionArch", self.F, dense_features, sparse_features)
+        _check("InteractionArch", self.F, dense_features, sparse_features)
         if self.F == 0:
             return dense_features
-        return torch.cat([dense_features, pair_dots(x_BnD)], dim=1)
+        return dot_interaction(dense_features, sparse_features)
 
 
 class InteractionDCNArch(nn.Module):
@@ -221,9 +256,10 @@ class InteractionDCNArch(nn.Module):
         self.crossnet = crossnet
 
     def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
-        x_BnD = _stacked("InteractionDCNArch", self.F, dense_features, sparse_features)
+        _check("InteractionDCNArch", self.F, dense_features, sparse_features)
         if self.F == 0:
             return dense_features
+        x_BnD = _stacked(dense_features, sparse_features)
         crossed: torch.Tensor = self.crossnet(x_BnD.flatten(1))
         return crossed
 
@@ -254,9 +290,10 @@ class InteractionProjectionArch(nn.Module):
         self.interaction_branch2 = interaction_branch2
 
     def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
-        x_BnD = _stacked("InteractionProjectionArch", self.F, dense_features, sparse_features)
+        _check("InteractionProjectionArch", self.F, dense_features, sparse_features)
         if self.F == 0:
             return dense_features
+        x_BnD = _stacked(dense_features, sparse_features)
         batch, _, dim = x_BnD.shape
         flat_BK = x_BnD.flatten(1)
         projected = []

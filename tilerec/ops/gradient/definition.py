@@ -372,8 +372,8 @@ def submit_pooled(
     handles = sinks.tolist()
     submit(
         GradientRecord(
-            _use_ticket(ticket), grad, ids, offsets, sample_weights, tuple([handles[t] for t in tables]), own_dims,
-            starts, bags, places, strides, means,
+            _use_ticket(ticket), grad.contiguous(), ids, offsets, sample_weights, tuple([handles[t] for t in tables]),
+            own_dims, starts, bags, places, strides, means,
         )
     )  # fmt: skip
 
@@ -408,7 +408,7 @@ def submit_sequence(
     dims = (grad.shape[1],) * len(bags)
     submit(
         GradientRecord(
-            _use_ticket(ticket), grad, ids, None, None, tuple([handles[t] for t in tables]), dims,
+            _use_ticket(ticket), grad.contiguous(), ids, None, None, tuple([handles[t] for t in tables]), dims,
             tuple(bounds[:-1] if first_ids is None else first_ids), bags, places, dims, (0,) * len(bags),
         )
     )  # fmt: skip
