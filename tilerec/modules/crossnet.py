@@ -61,13 +61,16 @@ def _crossed(x_BI: torch.Tensor, x0_BI: torch.Tensor, factor_BI: torch.Tensor) -
 
 
 def _plain_crosses(x0_BI: torch.Tensor, layers: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Return the output of layers `x + x0 ⊙ (M_k … M_1 x + b)`, each given as (M_1, …, M_k, b)."""
+    """Return the output of layers `x + x0 ⊙ (M_k … M_1 x + b)`, each given as (M_1, …, M_k, b).
+
+    `addcmul` would round once, on processors with fused products. The native passes of eager mode round twice everywhere.
+    """
     x_BI = x0_BI
     for *inner, last, bias_I in layers:
         hidden = x_BI
         for matrix in inner:
             hidden = linear(hidden, matrix)
-        x_BI = torch.addcmul(x_BI, x0_BI, linear(hidden, last, bias_I))
+        x_BI = x_BI + x0_BI * linear(hidden, last, bias_I)
     return x_BI
 
 

@@ -166,13 +166,16 @@ def dot_interaction(dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.T
 
     In compiled programs on a CPU it is one op, which gives the sparse vectors a gradient of their own: as a slice of a
     larger one, torch would compile a second graph, for one sample. Traced, it also adds 42 lines of guards, and
-    inductor gathers the pairs in a loop of its own: 637 us forward and 710 backward for 256 samples of 27 x 64, and 594 and 480
-    with torch's kernel (Intel Xeon, one thread, medians). Exported programs run where this op is not registered.
+    inductor gathers the pairs in a loop of its own: 637 us forward and 710 backward for 256 samples of 27 x 64, and 594
+    and 480 with torch's kernel (Intel Xeon, one thread, medians). Exported programs run where this op is not
+    registered, so they contain torch's ops.
 
     The vectors [1, 0], [2, 3], [4, 5] give [1, 0, 2, 4, 23].
     """
-    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    if compiled and dense_BD.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+    if torch.compiler.is_exporting():
+        return _interacted(dense_BD, sparse_BFD)[0]
+    on_cpu = dense_BD.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    if torch.compiler.is_compiling() and on_cpu:
         out_BK: torch.Tensor = torch.ops.tilerec.dot_interaction(dense_BD, sparse_BFD)[0]
     else:
         out_BK = _DotInteraction.apply(dense_BD, sparse_BFD)
@@ -191,6 +194,8 @@ class _Stacked(torch.autograd.Function):
 
 def _stacked(dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
     """Return the dense and the sparse vectors of each sample, [B, n, D]."""
+    if not can_bypass_dispatcher((dense_BD, sparse_BFD)):
+        return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
     stacked: torch.Tensor = _Stacked.apply(dense_BD, sparse_BFD)
     return stacked
 
