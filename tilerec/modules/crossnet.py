@@ -63,7 +63,7 @@ def _crossed(x_BI: torch.Tensor, x0_BI: torch.Tensor, factor_BI: torch.Tensor) -
 def _plain_crosses(x0_BI: torch.Tensor, layers: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     """Return the output of layers `x + x0 ⊙ (M_k … M_1 x + b)`, each given as (M_1, …, M_k, b).
 
-    `addcmul` would round once, on processors with fused products. The native passes of eager mode round twice everywhere.
+    `addcmul` would round once, on processors with fused products. The native passes of eager mode round twice.
     """
     x_BI = x0_BI
     for *inner, last, bias_I in layers:
