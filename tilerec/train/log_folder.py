@@ -55,7 +55,8 @@ def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None
         if plan is not None:
             # `--plan` accepts this file, to repeat the same sharding.
             plan.save(folder / "plan.json")
-        return Logs([JsonLines(folder, resumed_at or 0), TensorBoard(folder, resumed_at or 0)], OSError)
+        lines = JsonLines(folder, resumed_at or 0)
+        return Logs([lines, TensorBoard(folder, resumed_at or 0)], OSError, lines.last_steps)
     except FileError:
         raise
     except OSError as error:
