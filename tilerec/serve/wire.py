@@ -61,7 +61,10 @@ def parse(body: bytes, content_type: str, manifest: Manifest) -> Query:
     if content_type.partition(";")[0].strip() == SAFETENSORS:
         return _of_tensors(body, manifest)
     try:
-        data = json.loads(body, parse_constant=_no_number)
+        text = body.decode(json.detect_encoding(body), "surrogatepass")
+        data = json.loads(text, parse_constant=_no_number)
+        if "true" in text or "false" in text:
+            _check_no_booleans(data, manifest)
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
@@ -184,8 +187,6 @@ def _tensor(value: Any, spec: TensorSpec) -> Array:
             raise ValueError("other values than numbers, or rows of different lengths")
         if found.size and found.dtype.kind == "f" and not floats:
             raise ValueError("numbers with a point")
-        if found.dtype.kind == "b" and spec.dtype != "bool":
-            raise ValueError("true or false")
         made = array_of(found, spec.dtype)
         if not floats and spec.dtype != "bool" and not np.array_equal(made, found):
             raise ValueError(f"numbers outside of its range, as {found[made != found].flat[0]}")
@@ -291,6 +292,30 @@ def _jagged(own: InputSpec, values: list[Any]) -> list[Array]:
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_no_booleans(data: Any, manifest: Manifest) -> None:
+    """Raise for true or false among numbers: numpy would take [true, 3] as the ids 1 and 3."""
+    found = data.get("instances", [data.get("inputs")]) if isinstance(data, dict) else ()
+    samples = [sample for sample in found if isinstance(sample, dict)] if isinstance(found, list) else []
+    for own in manifest.signature.inputs:
+        if any(spec.dtype == "bool" for spec in own.tensors):
+            continue
+        place = next(filter(None, (_boolean({own.name: sample.get(own.name)}) for sample in samples)), "")
+        if place:
+            raise InputError(f"Input '{place[1:]}': got true or false; expected numbers. Correct it.")
+
+
+def _boolean(value: Any, place: str = "") -> str:
+    """Return the place of the first true or false in a JSON value, such as ".sparse.user.0"; "" if there is none."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        if isinstance(part, bool):
+            return f"{place}.{key}"
+        found = _boolean(part, f"{place}.{key}") if isinstance(part, (list, dict)) else ""
+        if found:
+            return found
+    return ""
 
 
 def _keys(value: Any, what: str) -> set[str]:
