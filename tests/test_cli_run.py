@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from tilerec.cli import app
 from tilerec.errors import ConfigError
 from tilerec.export import load
+from tilerec.file_kind import EXPORT
 from tilerec.train.config import RunConfig
 from tilerec.train.loop import train
 from tilerec.train.result import RunResult
@@ -95,6 +96,7 @@ def test_an_exported_model_scores_as_predict(folder: Path) -> None:
     code, text = _invoke("export", str(folder / "run.toml"), "--out", str(out))
     assert code == 0, text
     assert "input   sparse_features.lengths int32 3 batch" in text
+    assert EXPORT.has(out)
     assert _invoke("predict", str(folder / "run.toml"), str(folder / "new.parquet"), "--out", str(scores))[0] == 0
     data = find_trained(folder / "run.toml").config.data.open_rows((str(folder / "new.parquet"),), labels=False)
     package = load(out)

@@ -28,6 +28,7 @@ from tilerec.checkpoint.folder import folder_at
 from tilerec.checkpoint.manifest import Manifest
 from tilerec.checkpoint.pieces import Box, Piece
 from tilerec.errors import InputError
+from tilerec.file_kind import CHECKPOINT_EXPORT
 
 PART_BYTES = 1 << 24  # bytes of a tensor in memory at a time
 Words = npt.NDArray[np.uint64]
@@ -129,7 +130,8 @@ class SavedContents:
             )
         order = sorted(names, key=lambda name: -self.manifest.tensors[name].dtype.itemsize)
         tensors = self.manifest.tensors
-        head, _ = starts_of([Entry(name, tensors[name].dtype, tensors[name].shape) for name in order])
+        entries = [Entry(name, tensors[name].dtype, tensors[name].shape) for name in order]
+        head, _ = starts_of(entries, {"tilerec": CHECKPOINT_EXPORT.command})
         with open_replacement(path, "Export") as file:
             file.write(head)
             for name in order:

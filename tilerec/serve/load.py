@@ -167,9 +167,10 @@ def served_inputs(address: str) -> ServedInputs:
     """
     found = _got(address, "/healthz")
     if found != ALIVE.encode():
+        got = found[:100].decode(errors="replace")
         raise InputError(
-            f"Load on {address}: got '{found[:100].decode(errors='replace')}' from /healthz; expected a running server, "
-            "http://HOST:PORT. Start one with tilerec serve, or correct the address."
+            f"Load on {address}: got '{got}' from /healthz; expected a running server, http://HOST:PORT. Start one "
+            "with tilerec serve, or correct the address."
         )
     about = parse_json(_got(address, "/v1/model"), f"Load on {address}: /v1/model")
     parts = about.record(list(about.members()), ("inputs", "tables"), "Correct the address.")

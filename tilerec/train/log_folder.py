@@ -50,12 +50,12 @@ def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lines = JsonLines(folder, resumed_at or 0)  # first: this file makes the folder that of a run
         write_json(folder / "config.json", {"name": config.name, **settings(config)})
         plan = plan_in(model)
         if plan is not None:
             # `--plan` accepts this file, to repeat the same sharding.
             plan.save(folder / "plan.json")
-        lines = JsonLines(folder, resumed_at or 0)
         return Logs([lines, TensorBoard(folder, resumed_at or 0)], OSError, lines.last_steps)
     except FileError:
         raise
