@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -252,6 +253,19 @@ def test_a_quantized_run_is_evaluated_and_predicts(folder: Path) -> None:
     code, text = _invoke("quantize", str(out), "--max-ne", "1%", "--out", str(folder / "twice"))
     assert code == 1
     assert "expected one as it was trained" in text
+
+
+def test_a_full_disk_leaves_no_part_of_a_quantized_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    words, out = ("quantize", str(folder / "run.toml"), "--types", "int8", "--out"), folder / "full"
+    with monkeypatch.context() as patch:
+        patch.setattr("tilerec.train.quantized_folder.save_quantized", full)
+        code, text = _invoke(*words, str(out))
+    assert (code, "No space left on device" in text) == (1, True)
+    assert not out.exists()
+    assert _invoke(*words, str(out))[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_the_load_generator_measures_the_server(served: tuple[Server, Path], fir
         found = offer_load(server.address, Load(rate=200, seconds=0.1, pairs=(1, 8), form=form))
         assert (len(found.latency_ms), found.failed) == (20, {})
         assert found.percentile(99) > 0
-    words = ["bench-serve", "--address", server.address, "--rate", "100", "--seconds", "0.1", "--pairs", "1:9"]
+    words = ["bench-serve", "--address", f"{server.address}/", "--rate", "100", "--seconds", "0.1", "--pairs", "1:9"]
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 0
     assert "p99.9" in ended.output
@@ -457,6 +457,8 @@ def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
     for wrong in ({"workers": 0}, {"port": 70000}, {"rows_per_second": 49}, {"rows_per_second": -1}, {"every": nan}):
         with pytest.raises(ConfigError, match="serve: got"):
             ServerOptions(str(tmp_path), **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"serve: got host=''; expected an address"):
+        ServerOptions(str(tmp_path), host="")
     for wrong_load in ({"rate": 0}, {"rate": float("inf")}, {"seconds": float("inf")}, {"rate": nan}):
         with pytest.raises(ConfigError, match="Load: got"):
             Load(**wrong_load)  # type: ignore[arg-type]

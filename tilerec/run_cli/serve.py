@@ -61,7 +61,8 @@ def serve(
         raise typer.Exit(1) from None
     except OSError as error:
         print_error(
-            f"serve: got '{error.strerror or error}' for {host}:{port}; expected a free port. Choose another one."
+            f"serve: got '{error.strerror or error}' for {host}:{port}; expected an address of this machine and a free "
+            "port. Choose another one."
         )
         raise typer.Exit(1) from None
     # All requests are answered and all workers have ended. Python would free every module and object now: 0.2 s of

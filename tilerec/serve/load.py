@@ -138,6 +138,7 @@ def offer_load(address: str, load: Load) -> LoadReport:
     Raises:
         InputError, ConfigError: there is no server at the address, or it answered no request.
     """
+    address = address.rstrip("/")
     served = served_inputs(address)
     dice, generator = np.random.default_rng(load.seed), torch.Generator().manual_seed(load.seed)
     count = max(1, int(load.rate * load.seconds))

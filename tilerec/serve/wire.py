@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,7 +185,7 @@ def _tensor(value: Any, spec: TensorSpec) -> Array:
     try:
         found = np.array(value) if value or not isinstance(value, list) else np.empty(0, np.int64)
         if found.dtype.kind not in "biuf":
-            raise ValueError("other values than numbers, or rows of different lengths")
+            raise ValueError("other values than numbers of 64 bits, or rows of different lengths")
         if found.size and found.dtype.kind == "f" and not floats:
             raise ValueError("numbers with a point")
         made = array_of(found, spec.dtype)
@@ -285,10 +286,22 @@ def _jagged(own: InputSpec, values: list[Any]) -> list[Array]:
             row.append(len(bag))
         lengths.append(row)
     found = {"values": ids, "weights": weights, "lengths": lengths if own.keys else lengths[0]}
-    made = {part: _tensor(found[part], spec) for part, spec in specs.items()}
+    try:
+        made = {part: _tensor(found[part], spec) for part, spec in specs.items()}
+    except InputError:
+        _check_each_key(own, ids, lengths)  # raises with the key, if ids are wrong
+        raise
     if own.keys:
         made["lengths"] = made["lengths"].reshape(len(own.keys), len(values))
     return list(made.values())
+
+
+def _check_each_key(own: InputSpec, ids: list[Any], lengths: list[list[int]]) -> None:
+    spec = next(spec for spec in own.tensors if spec.name.endswith(".values"))
+    at = 0
+    for key, row in zip(own.keys, lengths):  # noqa: B905 - a jagged input without keys has one row
+        _tensor(ids[at : at + sum(row)], replace(spec, name=f"{own.name}.{key}"))
+        at += sum(row)
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
