@@ -26,7 +26,6 @@ import typer
 
 from tilerec.command_group import CommandGroup
 from tilerec.errors import ConfigError, FileError, TilerecError
-from tilerec.file_kind import CHECKPOINT_EXPORT, check_kind
 from tilerec.output_path import check_output
 from tilerec.progress import LOADING, command_phase
 from tilerec.terminal import SafeConsole, print_error, print_plain
@@ -217,8 +216,6 @@ def _check_export(contents: SavedContents, option: str, out: Path | None) -> Non
     log_folder = Path(folders[0]).absolute().parent.parent
     run = [] if "://" in folders[0] else [log_folder / name for name in (RUN_FILE, MODEL_FILE)]
     check_output(option, out, {"PATH": folders, "the run's file": run})
-    if option == "--out":  # a folder of --dcp is always a new one
-        check_kind(option, out, CHECKPOINT_EXPORT)
 
 
 def import_checkpoint(

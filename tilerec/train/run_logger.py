@@ -123,7 +123,7 @@ class TensorBoard(Watcher):
         self._records: Any = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
         if resumed_at:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # type: ignore[attr-defined] # protobuf
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write(step=resumed_at + 1, session_log=start)
 
     def record(self, event: Event) -> None:
