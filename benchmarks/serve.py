@@ -39,10 +39,9 @@ from lookup import machine
 
 from tilerec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from tilerec.export import export
-from tilerec.export.manifest import Manifest
 from tilerec.export.package_file import open_package
 from tilerec.models import DLRM
-from tilerec.serve.load import Load, LoadReport, body_of, offer_load, sample_inputs
+from tilerec.serve.load import Load, LoadReport, ServedInputs, body_of, offer_load, sample_inputs
 
 TABLES, DIM, DENSE = 26, 100, 13
 KEYS = [f"f{i}" for i in range(TABLES)]
@@ -158,12 +157,12 @@ def restart(server: Server, body: tuple[bytes, str]) -> None:
     print(f"restart  {time.perf_counter() - began:6.2f} s to an answer, after all workers were killed")
 
 
-def swap(server: Server, manifest: Manifest, load: Load, body: tuple[bytes, str], how: str, replace: Thread) -> None:
+def swap(server: Server, load: Load, body: tuple[bytes, str], how: str, replace: Thread) -> None:
     """Print the latency of a load during which a thread replaces the file."""
     first = server.wait_for_answer(body)
     timer = threading.Timer(load.seconds / 3, replace.start)
     timer.start()
-    found = offer_load(server.address, manifest, load)
+    found = offer_load(server.address, load)
     timer.join()
     replace.join()
     while (last := server.wait_for_answer(body)) == first:
@@ -191,7 +190,8 @@ def main() -> None:
         shutil.copy(package, third)
         size = package.stat().st_size
         manifest = open_package(package).manifest
-        body = body_of(manifest, sample_inputs(manifest, 2, 1, torch.Generator().manual_seed(0)), "safetensors")
+        served = ServedInputs(manifest.signature.inputs, manifest.tables)
+        body = body_of(served, sample_inputs(served, 2, 1, torch.Generator().manual_seed(0)), "safetensors")
         print(f"package  {size / 1e6:,.0f} MB; {load_of_machine()}")
         starts(package, options.workers, body, options.starts)
         server = Server(package, options.workers)
@@ -199,15 +199,15 @@ def main() -> None:
             server.wait_for_answer(body)
             restart(server, body)
             for rate in options.rate:
-                found = offer_load(server.address, manifest, Load(rate, options.seconds))
+                found = offer_load(server.address, Load(rate, options.seconds))
                 print(f"latency  {rate:5g}/s  {line_of(found)}")
             parts = server.memory()
             total = size + sum(parts.values())
             text = ", ".join(f"{kind} {value / 1e6:,.0f}" for kind, value in {"weights": size, **parts}.items())
             print(f"memory   {total / 1e6:,.0f} MB, {total / size:.2f} of the package: {text}")
             load = Load(options.rate[0], options.seconds)
-            swap(server, manifest, load, body, "mv", Thread(target=lambda: other.replace(package)))
-            swap(server, manifest, load, body, "cp", Thread(target=lambda: write_into(package, third)))
+            swap(server, load, body, "mv", Thread(target=lambda: other.replace(package)))
+            swap(server, load, body, "cp", Thread(target=lambda: write_into(package, third)))
             print(load_of_machine())
         finally:
             server.close()

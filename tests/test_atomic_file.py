@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tilerec import atomic_file
-from tilerec.atomic_file import open_replacement, write_file
+from tilerec.atomic_file import new_folder, open_replacement, write_file
 from tilerec.errors import ConfigError, FileError
 
 
@@ -153,3 +153,23 @@ def test_a_file_written_in_a_block_appears_when_the_block_succeeds(tmp_path: Pat
         open_replacement(tmp_path / "none" / "a", "File") as file,
     ):
         file.write(b"x")
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_new_folder_appears_with_all_of_its_files_or_not_at_all(tmp_path: Path, before: bool) -> None:
+    path = tmp_path / "up" / "served"
+    if before:
+        path.mkdir(parents=True)
+    with (
+        pytest.raises(FileError, match=r"--out: .*served cannot be written: got 'No space left"),
+        new_folder(path, "--out"),
+    ):
+        _full()
+    assert list((tmp_path / "up").iterdir()) == ([path] if before else [])
+    with new_folder(path, "--out") as folder:
+        (folder / "a").touch()
+    assert [item.name for item in (tmp_path / "up").iterdir()] == ["served"]
+    assert [item.name for item in path.iterdir()] == ["a"]
+    other = tmp_path / "other"
+    other.mkdir()
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(other.stat().st_mode)

@@ -19,6 +19,7 @@ from tilerec import calibrate_cli
 from tilerec.cli import app
 from tilerec.comms.group import Group
 from tilerec.errors import FileError
+from tilerec.file_kind import CALIBRATE
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.recipes.registry import RECIPES, needs_data
 from tilerec.spec.speeds import PER_WIDTH, SINGLE
@@ -388,6 +389,7 @@ def test_what_was_measured_is_printed_before_it_is_written(
         assert printed.count(f"\n{name} ") == 1  # rank 0 alone prints
     before = Topology.load(path)
     assert before == measured[0]
+    assert CALIBRATE.has(path)
     monkeypatch.setattr("tilerec.atomic_file.os.fsync", full)
     path.unlink()
     with pytest.raises(FileError, match="No space left on device"):

@@ -131,6 +131,50 @@ def test_a_command_keeps_its_inputs(
 @pytest.mark.parametrize(
     "arguments",
     [
+        "predict run.toml new.parquet --out other.txt",
+        "export run.toml --out other.txt",
+        "data convert clicks.csv --out other.txt",
+        "data vocabulary new.parquet --table other --out .",
+        "stats clicks.csv --out other.txt",
+        "calibrate --out other.txt",
+        "init new.parquet --out other.txt",
+        "port program.py --out other.txt",
+        "train run.toml --log-dir logs --trace other.txt",
+        "train run.toml --log-dir served",
+        "plan tables.json --topology topology.json --out new.json --html other.txt",
+        "plan tables.json --topology topology.json --out other.txt",
+        "plan whatif --plan plan.json --hosts 2 --out other.txt",
+        "plan show plan.json --html other.txt",
+        "checkpoint export {log} --out other.txt",
+        "checkpoint export {log} --dcp other.txt",
+        "serve-files model.pt2 --kserve other.txt",
+        "quantize run.toml --types int8 --out other.txt",
+        "export-index run.toml --out other.txt",
+        "quantize run.toml --types int8 --out served",
+        "export-index run.toml --out served",
+    ],
+)
+def test_a_command_keeps_a_file_that_it_has_not_written(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    here = tmp_path / "work"
+    shutil.copytree(made, here, symlinks=True)
+    (here / "served").mkdir()
+    for name in ("other.txt", "other.parquet", "program.py", "served/model.safetensors"):
+        (here / name).write_text("of another program")
+    run = here / LOG / "run.toml"
+    run.write_text(run.read_text().replace(str(made), str(here)))
+    monkeypatch.chdir(here)
+    before = _bytes_of(here)
+    result = CliRunner(env={"COLUMNS": "2000", "TERM": "dumb"}).invoke(app, arguments.format(log=LOG).split())
+    assert result.exit_code == 1, result.output
+    assert "expected a new" in result.output
+    assert _bytes_of(here) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
         "init . --out run.toml --force",
         "stats . --features user",
         "data vocabulary days/1.parquet --table click --out .",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from tilerec.cli import app
 from tilerec.errors import ConfigError
 from tilerec.export import load
+from tilerec.file_kind import EXPORT
 from tilerec.train.config import RunConfig
 from tilerec.train.loop import train
 from tilerec.train.result import RunResult
@@ -95,6 +97,7 @@ def test_an_exported_model_scores_as_predict(folder: Path) -> None:
     code, text = _invoke("export", str(folder / "run.toml"), "--out", str(out))
     assert code == 0, text
     assert "input   sparse_features.lengths int32 3 batch" in text
+    assert EXPORT.has(out)
     assert _invoke("predict", str(folder / "run.toml"), str(folder / "new.parquet"), "--out", str(scores))[0] == 0
     data = find_trained(folder / "run.toml").config.data.open_rows((str(folder / "new.parquet"),), labels=False)
     package = load(out)
@@ -250,6 +253,19 @@ def test_a_quantized_run_is_evaluated_and_predicts(folder: Path) -> None:
     code, text = _invoke("quantize", str(out), "--max-ne", "1%", "--out", str(folder / "twice"))
     assert code == 1
     assert "expected one as it was trained" in text
+
+
+def test_a_full_disk_leaves_no_part_of_a_quantized_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    words, out = ("quantize", str(folder / "run.toml"), "--types", "int8", "--out"), folder / "full"
+    with monkeypatch.context() as patch:
+        patch.setattr("tilerec.train.quantized_folder.save_quantized", full)
+        code, text = _invoke(*words, str(out))
+    assert (code, "No space left on device" in text) == (1, True)
+    assert not out.exists()
+    assert _invoke(*words, str(out))[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from tilerec.cli import app
 from tilerec.data.statistics import Statistics
+from tilerec.file_kind import STATS
 
 
 def _stats(*arguments: object) -> tuple[int, str]:
@@ -27,6 +28,7 @@ def test_a_data_set_is_counted_and_written(ratings: Path) -> None:
     code, text = _stats(ratings, "--out", ratings / "s.json")
     assert code == 0, text
     assert "2,000 samples" in text
+    assert STATS.has(ratings / "s.json")
     found = Statistics.load(ratings / "s.json")
     assert {name: one.distinct for name, one in found.features.items()} == {"userId": 7, "movieId": 31}
 

@@ -140,7 +140,7 @@ def test_no_public_name_leads_to_a_stub() -> None:
 def test_result_files_are_written_by_the_one_helper() -> None:
     """A file that is written in place is lost where the disk is full."""
     streams = {
-        "train/run_logger.py": 1,
+        "train/run_logger.py": 2,
         "testing/worker.py": 1,
         "atomic_file.py": 2,
         "checkpoint/folder.py": 2,

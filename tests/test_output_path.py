@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tilerec.errors import ConfigError
+from tilerec.file_kind import ANY
 from tilerec.output_path import check_output, check_output_file
 
 
@@ -98,7 +100,7 @@ def test_an_input_in_the_home_folder_is_found(here: Path, monkeypatch: pytest.Mo
         check_output("--out", "a.parquet", {"DATA": ["~/a.parquet"]})
 
 
-@pytest.mark.parametrize("check", [check_output, check_output_file])
+@pytest.mark.parametrize("check", [check_output, partial(check_output_file, kind=ANY)])
 def test_a_shared_folder_has_room_for_results_but_not_for_data(here: Path, check: Callable[..., None]) -> None:
     (here / "days" / "old.json").write_text("{}")
     for out in ("days/run.toml", "days/old.json", "days/model.pt2"):
@@ -109,11 +111,11 @@ def test_a_shared_folder_has_room_for_results_but_not_for_data(here: Path, check
 
 
 def test_a_file_needs_a_folder_and_is_none(here: Path) -> None:
-    check_output_file("--out", "days/new.parquet")
-    check_output_file("--out", "new.parquet")
+    check_output_file("--out", "days/new.parquet", None)
+    check_output_file("--out", "new.parquet", None)
     with pytest.raises(
         ConfigError, match=r"--out: got absent/a\.parquet; expected a file in an existing folder\. Create absent f"
     ):
-        check_output_file("--out", "absent/a.parquet")
+        check_output_file("--out", "absent/a.parquet", None)
     with pytest.raises(ConfigError, match="--out: got the folder days; expected a file"):
-        check_output_file("--out", "days")
+        check_output_file("--out", "days", None)

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tilerec.cli import app
+from tilerec.file_kind import PLAN, PLAN_PAGE, PLAN_REPORT, PLAN_REQUEST
 from tilerec.planner.plan_price import price_plan
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.report.time_text import time_text
@@ -108,6 +109,8 @@ def test_a_recipes_model_is_planned_with_its_optimizer_and_batch(here: Path) -> 
     page = (here / "r.html").read_text()
     assert page.startswith("<!")
     assert run("show", QUICK, "--html", "again.html")[0] == 0
+    kinds = {"plan.json": PLAN, "plan.report.json": PLAN_REPORT, "plan.request.json": PLAN_REQUEST, "r.html": PLAN_PAGE}
+    assert [name for name, kind in kinds.items() if not kind.has(name)] == []
     assert (here / "again.html").read_text() == page
 
 

@@ -1,4 +1,4 @@
-"""Atomic file writes: a file is replaced as a whole, or stays unchanged.
+"""Atomic writes: a file is replaced as a whole, or stays unchanged; a folder appears with all of its files, or not.
 
     temporary file beside the target  ->  fsync  ->  rename over the target  ->  fsync of the folder
 
@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,36 @@ def open_replacement(path: str | Path, what: str, needs: str = "enough space") -
         ) from error
     if target is not None:
         _sync_folder(target.parent, f"{what}: {path}")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, what: str) -> Iterator[Path]:
+    """Yield a folder to fill; it becomes `path` when the block ends without an error. Else nothing of it remains.
+
+    Args:
+        path: does not exist, or is an empty folder. Folders above it are made.
+        what: the kind of folder; the error message begins with it.
+
+    Raises:
+        FileError: the folder, or a file in it, cannot be written.
+    """
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tilerec-", dir=path.absolute().parent) as outer:
+            folder = Path(outer) / "new"  # with the permissions of a new folder; those of `outer` are the owner's only
+            folder.mkdir()
+            yield folder
+            if path.exists():
+                path.rmdir()
+            folder.rename(path)
+    except TilerecError:
+        raise
+    except OSError as error:
+        raise FileError(
+            f"{what}: {path} cannot be written: got '{error.strerror or error}'; expected a writable folder on a disk "
+            "with enough space. Free space or choose another path.",
+            error.errno,
+        ) from error
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import FileError, TilerecError
+from tilerec.file_kind import CALIBRATE
 from tilerec.output_path import check_output_file
 from tilerec.phase import timed
 from tilerec.progress import LOADING, command_phase
@@ -37,7 +38,7 @@ def calibrate(
         from tilerec.train.launch import launch
 
     try:
-        check_output_file("--out", out)
+        check_output_file("--out", out, CALIBRATE)
         with timed("measure this machine", SafeConsole(stderr=True)):  # a spinner would take time from the ranks
             launch(nproc, _calibrate, str(out), device, folder, device=device)
     except TilerecError as error:

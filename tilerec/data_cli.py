@@ -13,6 +13,7 @@ import typer
 
 from tilerec.command_group import CommandGroup
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.file_kind import VOCABULARY, check_kind
 from tilerec.option_file import with_config
 from tilerec.output_path import check_output
 from tilerec.progress import LOADING, command_phase, read_progress
@@ -115,6 +116,7 @@ def vocabulary(
                 )
             for name in columns_of:
                 check_output("--out", vocabulary_file(out, name), {"FILES": files})
+                check_kind("--out", vocabulary_file(out, name), VOCABULARY)
             written = write_vocabularies(
                 file_source(tuple(files)),
                 columns_of,

@@ -33,10 +33,13 @@ def _log(folder: str) -> DeltaLog:
     from tilerec.delta.log import DeltaLog
 
     log = DeltaLog(folder)
-    if not log.names():
+    try:
+        if log.names():
+            return log
         print_error(f"{folder}: got no entries; expected base-0, delta-1, … in it. Check the path.")
-        raise typer.Exit(1)
-    return log
+    except TilerecError as error:
+        print_error(str(error))
+    raise typer.Exit(1)
 
 
 @delta_app.command("list")

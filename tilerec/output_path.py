@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tilerec.errors import ConfigError
+from tilerec.file_kind import FileKind, check_kind
 
 Inputs = Mapping[str, Iterable[str | Path]]
 """Files, folders, patterns and URLs by their role, the name under which the user gave them, such as "DATA"."""
@@ -33,16 +34,19 @@ _LOST = "Choose another path: the input would be lost."
 _READ = "Choose another folder: the next run would read the output as data."
 
 
-def check_output_file(option: str, out: str | Path, inputs: Inputs = _NOTHING, *, shared: Inputs = _NOTHING) -> None:
-    """Raise before any work unless a file can be written to `out` without harm to an input.
+def check_output_file(
+    option: str, out: str | Path, kind: FileKind | None, inputs: Inputs = _NOTHING, *, shared: Inputs = _NOTHING
+) -> None:
+    """Raise before any work unless a file can be written to `out` without harm to an input or to another file.
 
     Args:
         option: name of the output, such as "--out".
         out: a local path. Relative paths begin at the current folder, those of inputs too.
+        kind: of the file, which replaces an earlier one of its kind; None: it replaces none.
         inputs, shared: see `check_output`.
 
     Raises:
-        ConfigError: `out` is a folder or in none; or see `check_output`.
+        ConfigError: `out` is a folder or in none; or see `check_output` and `check_kind`.
     """
     path = Path(out)
     if not path.absolute().parent.is_dir():
@@ -50,6 +54,7 @@ def check_output_file(option: str, out: str | Path, inputs: Inputs = _NOTHING, *
     if path.is_dir():
         raise ConfigError(f"{option}: got the folder {out}; expected a file. Name a file in it.")
     check_output(option, out, inputs, shared=shared)
+    check_kind(option, out, kind)
 
 
 def check_output(option: str, out: str | Path, inputs: Inputs = _NOTHING, *, shared: Inputs = _NOTHING) -> None:

@@ -26,7 +26,7 @@ def port(
 
     try:
         if out is not None:
-            check_output_file("--out", out, {"PROGRAM": [program]})
+            check_output_file("--out", out, None, {"PROGRAM": [program]})
         try:
             source = program.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

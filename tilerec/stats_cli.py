@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.file_kind import STATS
 from tilerec.output_path import check_output_file
 from tilerec.progress import LOADING, command_phase, read_progress
 from tilerec.terminal import SafeConsole, print_error, print_plain
@@ -55,7 +56,7 @@ def stats(
         from tilerec.train.run_file import read_run_file
 
     try:
-        check_output_file("--out", out, shared={"DATA": [data or ""]})
+        check_output_file("--out", out, STATS, shared={"DATA": [data or ""]})
         names = tuple(name.strip() for name in features.split(",") if name.strip())
         source: IdSource
         run_file = Path(data) if recipe is None and data and data.endswith(".toml") else None

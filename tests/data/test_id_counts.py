@@ -19,6 +19,7 @@ from tilerec.data.rows import hash_values
 from tilerec.data.table_dataset import TableDataset
 from tilerec.data.vocabulary import IdVocabulary
 from tilerec.errors import ConfigError, InputError
+from tilerec.file_kind import VOCABULARY
 
 
 @pytest.fixture
@@ -141,6 +142,7 @@ def test_the_command_writes_vocabularies_and_prints_what_they_cover(data: Path, 
     assert "31" in result.output
     assert "100.00%" in result.output
     assert IdVocabulary.read(out / "city.parquet").num_rows == 32
+    assert VOCABULARY.has(out / "city.parquet")
     wrong = CliRunner().invoke(app, ["data", "vocabulary", str(data), "--table", "town", "--out", str(out)])
     assert wrong.exit_code == 1
     assert "'town'" in wrong.output

@@ -415,6 +415,10 @@ def test_the_commands(tmp_path: Path) -> None:
     assert shown.exit_code == 0
     assert "base-0" in shown.output
     assert runner.invoke(app, ["delta", "inspect", str(tmp_path), weight]).exit_code == 2
+    file = tmp_path / "file"
+    file.touch()
+    no_folder = runner.invoke(app, ["delta", "list", str(file)])
+    assert (no_folder.exit_code, "expected a folder that can be listed" in no_folder.output) == (1, True)
     flipped(tmp_path / "delta-2" / "rank0-0.safetensors")
     assert runner.invoke(app, ["delta", "verify", str(tmp_path)]).exit_code == 1
     assert json.loads((tmp_path / "delta-1" / "manifest.json").read_text())["manifest"]["metadata"]["delta"]

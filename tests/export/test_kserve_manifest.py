@@ -13,6 +13,7 @@ from tests.export.test_triton_repository import written
 from tilerec.cli import app
 from tilerec.errors import ConfigError
 from tilerec.export.kserve_manifest import KserveOptions, kserve_manifest
+from tilerec.file_kind import EXPORT, KSERVE
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,8 @@ def test_the_container_runs_tilerec_serve_on_the_files_of_the_storage_uri(packag
     words = ["--image", "host:5000/tilerec:1", "--storage-uri", "s3://models/a", "--workers", "4", "--replicas", "2"]
     ended = CliRunner().invoke(app, ["serve-files", str(package), "--kserve", str(out), *words])
     assert ended.exit_code == 0, ended.output
+    assert EXPORT.has(package)
+    assert KSERVE.has(out)
     service = yaml.safe_load(out.read_text())
     assert (service["apiVersion"], service["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
     assert service["metadata"]["name"] == "my-clicks"

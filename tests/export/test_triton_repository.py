@@ -132,7 +132,7 @@ def test_what_the_server_cannot_have_is_refused(package: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"got the name '\.\./b'; expected letters, digits"):
         write_triton(package, tmp_path, "../b")
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileError, match="expected a folder that can be written"):
+    with pytest.raises(FileError, match="expected a writable folder"):
         write_triton(package, tmp_path / "file")
     ended = CliRunner().invoke(app, ["serve-files", str(package)])
     assert ended.exit_code == 1

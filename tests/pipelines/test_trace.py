@@ -11,6 +11,7 @@ import torch
 from tests.pipelines.pipeline_models import batch_of, dense_optimizer, model_of, pipelined
 from tilerec.comms.group import Group
 from tilerec.errors import InputError
+from tilerec.file_kind import TRACE
 from tilerec.pipelines import TrainPipelineSparseDist
 from tilerec.testing import run_virtual_ranks
 
@@ -27,6 +28,7 @@ def _write(group: Group, path: Path) -> None:
 def test_a_trace_holds_the_stages_of_every_rank_by_name(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     run_virtual_ranks(2, _write, path)
+    assert TRACE.has(path)
     trace = json.loads(path.read_text())
     events = trace["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M" and e["name"] == "process_name"}

@@ -93,12 +93,12 @@ def columns(ids: list[int], lengths: list[list[int]]) -> dict[str, Any]:
         ({"instances": [{"dense": [1, 2, 3], "spare": {}}]}, r"got the unknown \['spare'\] in a sample"),
         ({"instances": [{"dense": [1, 2, 3], "sparse": {"shop": [1]}}]}, r"got the unknown \['shop'\]"),
         ({"instances": [{"dense": [1, 2], "sparse": {}}]}, "Input 'dense': got shape"),
-        ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": [1.5]}}]}, "Input 'sparse.values': got"),
-        ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": ["a"]}}]}, "Input 'sparse.values': got"),
+        ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": [1.5]}}]}, "Input 'sparse.user': got"),
+        ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": ["a"]}}]}, "Input 'sparse.user': got"),
         ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": [20]}}]}, "20"),
         ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": 7}}]}, "got int as the ids of 'user'"),
         ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": 0}}]}, "got int as the ids of 'user'"),
-        ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": False}}]}, "got bool as the ids of 'user'"),
+        ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": False}}]}, "Input 'sparse.user': got true or false"),
         ({"instances": [{"dense": [1, 2, 3], "sparse": []}]}, "got list as sparse; expected an object"),
         (
             {"instances": [{"dense": [1, 2, 3], "sparse": {"user": {"ids": [1], "weights": [0.5]}}}]},
@@ -119,7 +119,7 @@ def columns(ids: list[int], lengths: list[list[int]]) -> dict[str, Any]:
         ),
         ({"instances": [{"dense": [0, float("nan"), 0]}]}, "got NaN in its JSON; expected finite numbers"),
         ({"instances": [{"dense": [0, -float("inf"), 0]}]}, "got -Infinity in its JSON"),
-        (b'{"instances": [{"dense": [0, 0, 0], "sparse": {"user": [1e400]}}]}', "Input 'sparse.values': got"),
+        (b'{"instances": [{"dense": [0, 0, 0], "sparse": {"user": [1e400]}}]}', "Input 'sparse.user': got"),
         ({"inputs": {"dense": [[1, 2, 3]]}}, r"got no \['sparse'\] in the inputs"),
         (
             {"inputs": {"dense": [[1, 2, 3]], "sparse": {"values": [1], "lengths": [[2], [0]]}}},
@@ -330,8 +330,24 @@ def test_numbers_are_exact_in_both_directions(served_path: Path, opened: Opened)
     numbers[3] = float("nan")
     with pytest.raises(AnswerError, match=r"Output 'output': got nan at \[3\]; expected numbers"):
         answer(found, [numbers], manifest, "v")
-    with pytest.raises(InputError, match="true or false"):
-        parse(json.dumps({"instances": [{"dense": [1, 2, 3], "sparse": {"user": [True]}}]}).encode(), "", manifest)
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({"instances": [{"dense": [1, 2, 3]}, {"dense": [1, 2, 3], "sparse": {"user": [True, 3]}}]}, "sparse.user.0"),
+        ({"instances": [{"dense": [1, 2, 3], "sparse": {"user": [True]}}]}, "sparse.user.0"),
+        ({"instances": [{"dense": [1, False, 3]}]}, "dense.1"),
+        ({"instances": [{"dense": True}]}, "dense"),
+        ({"inputs": {"dense": [[1, 2, 3]], "sparse": {"values": [3, True], "lengths": [[1], [1]]}}}, "sparse.values.1"),
+        ({"inputs": {"dense": [[1, 2, 3]], "sparse": {"values": [3], "lengths": [[True], [0]]}}}, "sparse.lengths.0.0"),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_true_and_false_are_no_numbers(client: TestClient, body: Any, place: str, encoding: str) -> None:
+    found = predict(client, json.dumps(body).encode(encoding))
+    assert found.status_code == 400
+    assert found.json()["error"] == f"Input '{place}': got true or false; expected numbers. Correct it."
 
 
 # -- the request log -------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +44,7 @@ from tilerec.serve.package_source import FileSource
 from tilerec.serve.served_model import ServedModel
 from tilerec.serve.server import listen
 from tilerec.serve.server_options import ServerOptions
+from tilerec.serve.wire import MOST_SAMPLES
 
 BODY = json.dumps({"instances": INSTANCES}).encode()
 SOON_S = 60.0
@@ -302,20 +302,44 @@ def test_broken_requests_end_no_worker(
     assert server.workers() == before
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body")
 def test_the_load_generator_measures_the_server(served: tuple[Server, Path], first: Built) -> None:
     server, path = served
-    manifest = open_package(path).manifest
     for form in ("safetensors", "json"):
-        found = offer_load(server.address, manifest, Load(rate=200, seconds=0.1, pairs=(1, 8), form=form))
+        found = offer_load(server.address, Load(rate=200, seconds=0.1, pairs=(1, 8), form=form))
         assert (len(found.latency_ms), found.failed) == (20, {})
         assert found.percentile(99) > 0
-    words = ["bench-serve", str(path), "--rate", "100", "--seconds", "0.1", "--pairs", "1:9"]
-    ended = CliRunner().invoke(app, [*words, "--address", server.address])
+    words = ["bench-serve", "--address", f"{server.address}/", "--rate", "100", "--seconds", "0.1", "--pairs", "1:9"]
+    ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 0
     assert "p99.9" in ended.output
-    other = replace(manifest, tables=tuple(replace(table, rows=10**6) for table in manifest.tables))
-    with pytest.raises(InputError, match=r"got no answer to 20 requests \(20 of 400\)"):
-        offer_load(server.address, other, Load(rate=200, seconds=0.1, ids=20, pairs=(1, 1)))
+    for more, got in (([str(path)], "both"), (["--address", ""], "neither")):
+        ended = CliRunner().invoke(app, [*words, *more])
+        assert (ended.exit_code, f"got {got} of PACKAGE and --address" in ended.output) == (2, True)
+    with pytest.raises(InputError, match=r"got no answer to 2 requests \(2 of 400\)"):
+        offer_load(server.address, Load(rate=20, seconds=0.1, pairs=(MOST_SAMPLES + 1, MOST_SAMPLES + 1)))
+
+
+@pytest.mark.parametrize(("command", "needs"), [("bench-serve", "aiohttp"), ("serve", "starlette, uvicorn and prom")])
+def test_a_command_names_the_packages_that_it_lacks(command: str, needs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilerec.run_cli.serve.find_spec", lambda name: None)
+    ended = CliRunner().invoke(app, [command, "model.pt2"])
+    assert ended.exit_code == 1
+    assert f"tilerec {command}: needs {needs}" in ended.output
+    assert "Install tilerec[serve]." in ended.output
+
+
+def test_a_server_ends_without_freeing_its_modules(first: Built, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    path.write_bytes(first.data)
+    code = "import atexit; atexit.register(print, 'freed', flush=True); from tilerec.cli import app; app()"
+    command = [sys.executable, "-c", code, "serve", str(path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert " on http" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=SOON_S)[0] == ""
+    assert process.returncode == 0
 
 
 def test_every_weight_that_is_written_is_served(first: Built, second: Built, tmp_path: Path) -> None:
@@ -421,10 +445,8 @@ def test_a_later_version_whose_weights_are_not_those_of_its_manifest_never_serve
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "127.0.0.1:1", "nonsense", "http://["])
-def test_a_load_on_no_server_is_an_error(first: Built, tmp_path: Path, address: str) -> None:
-    path = tmp_path / "model.pt2"
-    path.write_bytes(first.data)
-    ended = CliRunner().invoke(app, ["bench-serve", str(path), "--address", address])
+def test_a_load_on_no_server_is_an_error(address: str) -> None:
+    ended = CliRunner().invoke(app, ["bench-serve", "--address", address])
     assert ended.exit_code == 1
     assert "expected a running server, http://HOST:PORT" in " ".join(ended.output.split())
     assert "nan" not in ended.output
@@ -435,6 +457,8 @@ def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
     for wrong in ({"workers": 0}, {"port": 70000}, {"rows_per_second": 49}, {"rows_per_second": -1}, {"every": nan}):
         with pytest.raises(ConfigError, match="serve: got"):
             ServerOptions(str(tmp_path), **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"serve: got host=''; expected an address"):
+        ServerOptions(str(tmp_path), host="")
     for wrong_load in ({"rate": 0}, {"rate": float("inf")}, {"seconds": float("inf")}, {"rate": nan}):
         with pytest.raises(ConfigError, match="Load: got"):
             Load(**wrong_load)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -306,6 +307,22 @@ def test_logs_are_complete_and_say_the_same(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="contains another run's logs"):
         train(run)
     assert not list(folder.glob("*.part"))
+
+
+def test_a_log_folder_that_disappears_ends_the_run_with_errors_and_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, failed = tmp_path / "logs", list[object]()
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    class Remover(Ear):
+        def record(self, event: Event) -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    with pytest.warns(UserWarning, match="cannot be written"):
+        result = train(dataclasses.replace(_run(), log_dir=str(folder)), watchers=[Remover()])
+    assert result.log_errors
+    assert not failed
 
 
 def _scalars(folder: Path) -> dict[str, list[float]]:

@@ -166,9 +166,21 @@ def test_resume_without_a_checkpoint_begins_the_run(tmp_path: Path) -> None:
     same(got, run(None, config(tmp_path / "b", every=0)))
 
 
-def test_a_finished_run_that_resumes_keeps_its_model(tmp_path: Path) -> None:
+def test_a_finished_run_that_resumes_keeps_its_model_and_its_logs(tmp_path: Path) -> None:
     want = run(None, config(tmp_path / "a"))
+    log = (tmp_path / "a" / "metrics.jsonl").read_text()
     same(run(None, config(tmp_path / "a", resume=True)), want)
+    assert (tmp_path / "a" / "metrics.jsonl").read_text() == log
+    steps = [event.step for path in sorted((tmp_path / "a").glob("events.*")) for event in _tensorboard(path, "eval/")]
+    assert steps == [STEPS]
+
+
+def _tensorboard(path: Path, start: str) -> list[Any]:
+    """Return the events of a file of TensorBoard whose first tag has a start."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    found = LegacyEventFileLoader(str(path)).Load()
+    return [event for event in found if event.summary.value and event.summary.value[0].tag.startswith(start)]
 
 
 def test_other_data_or_batches_are_refused_by_name(tmp_path: Path) -> None:

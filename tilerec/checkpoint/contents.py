@@ -28,6 +28,7 @@ from tilerec.checkpoint.folder import folder_at
 from tilerec.checkpoint.manifest import Manifest
 from tilerec.checkpoint.pieces import Box, Piece
 from tilerec.errors import InputError
+from tilerec.file_kind import CHECKPOINT_EXPORT, check_kind
 
 PART_BYTES = 1 << 24  # bytes of a tensor in memory at a time
 Words = npt.NDArray[np.uint64]
@@ -116,11 +117,16 @@ class SavedContents:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def export(self, path: str | Path, names: Sequence[str]) -> None:
-        """Write whole tensors under their names to one safetensors file, which is replaced as a whole or not at all.
+        """Write whole tensors under their names to one safetensors file, as a whole or not at all.
+
+        Args:
+            path: the file; it replaces an earlier one of this function, and no other file.
 
         Raises:
             InputError: a name is unknown, or bytes are damaged. FileError: the file cannot be written.
+            ConfigError: another file is there.
         """
+        check_kind("--out", path, CHECKPOINT_EXPORT)
         unknown = [name for name in names if name not in self.manifest.tensors]
         if unknown:
             raise InputError(
@@ -129,7 +135,8 @@ class SavedContents:
             )
         order = sorted(names, key=lambda name: -self.manifest.tensors[name].dtype.itemsize)
         tensors = self.manifest.tensors
-        head, _ = starts_of([Entry(name, tensors[name].dtype, tensors[name].shape) for name in order])
+        entries = [Entry(name, tensors[name].dtype, tensors[name].shape) for name in order]
+        head, _ = starts_of(entries, {"tilerec": CHECKPOINT_EXPORT.command})
         with open_replacement(path, "Export") as file:
             file.write(head)
             for name in order:

@@ -12,7 +12,7 @@ So any reader of safetensors files can use them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,9 +68,9 @@ def chunks_of(box: Box, dtype: torch.dtype, row_bytes: int = 0) -> Iterator[Box]
         yield Box((box.offsets[0] + first, *box.offsets[1:]), (rows, *box.sizes[1:]))
 
 
-def starts_of(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
-    """Return the header of a file with these entries, and the byte at which each starts."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def starts_of(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
+    """Return the header of a file with these entries and further metadata, and the byte at which each entry starts."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     starts, at = [], 0
     for entry in entries:
         starts.append(at)

@@ -21,6 +21,7 @@ from tilerec.data.hyperloglog import HyperLogLog
 from tilerec.data.rows import hash_values
 from tilerec.data.text_files import ENDINGS, ListColumn, TextLayout, stored_type
 from tilerec.errors import ConfigError, InputError
+from tilerec.file_kind import CONVERT, check_kind
 from tilerec.output_path import check_output
 
 ROWS_PER_GROUP = 1 << 17
@@ -82,7 +83,7 @@ def convert(
 
     Args:
         paths: files, in the order of their rows (`file_list.py`).
-        out: the Parquet file; an earlier one is replaced.
+        out: the Parquet file; it replaces an earlier one of this function, and no other file.
         delimiter, names, lists, texts: see `TextLayout`.
         on_bad_row: "error", or "skip" to leave malformed lines out and count them.
         rows_per_group: rows of a row group, which is the unit that training reads and shuffles.
@@ -90,13 +91,14 @@ def convert(
 
     Raises:
         InputError: a file is missing, empty, or has a malformed line.
-        ConfigError: a setting is invalid, or `out` is one of the files or in one of the folders.
+        ConfigError: a setting is invalid, or `out` is one of the files, in one of the folders, or another file.
         FileError: `out` cannot be written; an earlier file stays unchanged.
     """
     if rows_per_group < 1:
         raise ConfigError(f"rows_per_group: got {rows_per_group}; expected at least 1. Leave it out for the default.")
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     check_output("out (--out)", out, {"the input": given})
+    check_kind("out (--out)", out, CONVERT)
     files = list_files(given, (*ENDINGS, *(f"{ending}.gz" for ending in ENDINGS)))
     remote = next((file.name for file in files if file.remote), "")
     if remote:
@@ -109,7 +111,8 @@ def convert(
     summaries = [_Summary(name, kind) for name, kind in zip(layout.schema.names, layout.schema.types, strict=True)]
     done, result = 0, Conversion()
     schema = pa.schema(
-        [(name, stored_type(kind)) for name, kind in zip(layout.schema.names, layout.schema.types, strict=True)]
+        [(name, stored_type(kind)) for name, kind in zip(layout.schema.names, layout.schema.types, strict=True)],
+        CONVERT.metadata,
     )
     with open_replacement(out, "convert") as target:
         writer = _GroupWriter(target, schema, rows_per_group)

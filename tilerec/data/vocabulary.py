@@ -22,6 +22,7 @@ import pyarrow.parquet as parquet
 
 from tilerec.atomic_file import open_replacement
 from tilerec.errors import InputError
+from tilerec.file_kind import VOCABULARY
 
 _TYPE_KEY = b"ids"
 """Name of the type of the ids in the metadata of the file; files of earlier versions lack it."""
@@ -77,7 +78,7 @@ class IdVocabulary:
     def write(self, path: str | Path) -> None:
         """Write the Parquet file; an earlier one is replaced. Raise `FileError` if it cannot be written."""
         columns = [pa.array(column) for column in (self.hashes, self.rows, self.counts)]
-        table = pa.table(columns, SCHEMA.with_metadata({_TYPE_KEY: self.type}))
+        table = pa.table(columns, SCHEMA.with_metadata({_TYPE_KEY: self.type.encode(), **VOCABULARY.metadata}))
         with open_replacement(path, "Vocabulary") as file:
             parquet.write_table(table, file)
 

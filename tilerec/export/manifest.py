@@ -117,12 +117,12 @@ class Manifest:
             found["base"].text(),
             Signature(
                 signature["arguments"].texts(),
-                tuple(_input(own) for own in signature["inputs"].items()),
+                tuple(read_input(own) for own in signature["inputs"].items()),
                 signature["structure"].text(),
             ),
             tuple(_tensor(own) for own in found["outputs"].items()),
             {name: list(keys.texts()) for name, keys in found["output_keys"].members().items()},
-            tuple(_table(own) for own in found["tables"].items()),
+            tuple(read_table(own) for own in found["tables"].items()),
             tuple(_weight(own) for own in found["weights"].items()),
         )
 
@@ -149,13 +149,15 @@ def _tensor(value: JsonValue) -> TensorSpec:
     return TensorSpec(found["name"].text(), _dtype(found["dtype"]), shape)
 
 
-def _input(value: JsonValue) -> InputSpec:
+def read_input(value: JsonValue) -> InputSpec:
+    """Return an input of a manifest. Raises `ConfigError`."""
     found = _fields(value, "name", "kind", "tensors", "keys")
     tensors = tuple(_tensor(own) for own in found["tensors"].items())
     return InputSpec(found["name"].text(), found["kind"].text(), tensors, found["keys"].texts())
 
 
-def _table(value: JsonValue) -> TableEntry:
+def read_table(value: JsonValue) -> TableEntry:
+    """Return a table of a manifest. Raises `ConfigError`."""
     found = _fields(value, "name", "features", "rows", "dim", "data_type", "pooling", "weight")
     return TableEntry(
         found["name"].text(), found["features"].texts(), found["rows"].whole(), found["dim"].whole(),

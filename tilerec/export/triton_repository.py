@@ -87,8 +87,8 @@ def write_triton(
         if isinstance(error, FileError):
             raise
         raise FileError(
-            f"Model repository {folder}: got '{error.strerror or error}'; expected a folder that can be written. Check "
-            "the path.",
+            f"Model repository {folder}: got '{error.strerror or error}'; expected a writable folder on a disk "
+            "with enough space. Free space or check the path.",
             error.errno,
         ) from error
     return model / str(number)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
-from tilerec.output_path import Inputs, check_output_file
+from tilerec.file_kind import PLAN, PLAN_PAGE, PLAN_REPORT, PLAN_REQUEST
+from tilerec.output_path import Inputs, check_output, check_output_file
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ShardingPlan
@@ -71,8 +72,15 @@ def files_of(plan: Path) -> list[Path]:
 
 
 def check_outputs(plan: Path | None, page: Path | None, inputs: Inputs, shared: Inputs | None = None) -> None:
-    """Raise before any work if the files of a plan (--out) or its page (--html) cannot be written, or are inputs."""
-    for path in [] if plan is None else files_of(plan):
-        check_output_file("--out", path, inputs, shared=shared or {})
-    if page is not None:
-        check_output_file("--html", page, inputs, shared=shared or {})
+    """Raise before any work if the files of a plan (--out) or its page (--html) cannot be written.
+
+    They replace files of their own kinds, and no inputs.
+    """
+    outputs = [] if page is None else [("--html", page, PLAN_PAGE)]
+    if plan is not None:
+        kinds = (PLAN, PLAN_REPORT, PLAN_REQUEST)
+        outputs += [("--out", path, kind) for path, kind in zip(files_of(plan), kinds, strict=True)]
+    for option, path, _ in outputs:
+        check_output(option, path, inputs, shared=shared or {})
+    for option, path, kind in outputs:
+        check_output_file(option, path, kind)

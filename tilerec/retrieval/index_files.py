@@ -14,9 +14,6 @@ The best items of a query vector are those with the largest inner products.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -28,8 +25,8 @@ import pyarrow.parquet as parquet
 import torch
 from torch import Tensor
 
-from tilerec.atomic_file import open_replacement, write_file
-from tilerec.errors import ConfigError, FileError
+from tilerec.atomic_file import new_folder, open_replacement, write_file
+from tilerec.errors import ConfigError
 from tilerec.output_path import Inputs, check_output
 from tilerec.retrieval.index_recall import MOST_QUERIES, IndexRecall, index_recall
 from tilerec.retrieval.item_index import FORMS, IndexForm, ItemIndex
@@ -87,13 +84,7 @@ def write_index(
     Raises:
         FileError: a file cannot be written.
     """
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
-    except OSError as error:
-        raise FileError(
-            f"Index {out}: cannot be written ({error.strerror}). Use another folder.", error.errno
-        ) from error
-    try:
+    with new_folder(out, "Index") as folder:
         vectors = np.ascontiguousarray(index.vectors.numpy(), np.float32)
         with open_replacement(folder / "vectors.npy", "Index") as file:
             np.save(file, vectors)
@@ -113,15 +104,7 @@ def write_index(
         entries = {"format": 1, "items": len(vectors), "dim": int(vectors.shape[1]), "metric": "inner_product"}
         text = json.dumps({**entries, "faiss": kind, "index": form, "queries": count, **facts}, indent=2) + "\n"
         write_file(folder / "index.json", text, "Index")
-        folder.chmod(0o777 & ~_umask())
-        if out.exists():
-            out.rmdir()
-        folder.rename(out)
-        return recall
-    except OSError as error:
-        raise FileError(f"Index {out}: cannot be written ({error.strerror}). Free space.", error.errno) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return recall
 
 
 def _item_index(index: IndexVectors, form: str, tower: str) -> ItemIndex:
@@ -143,12 +126,6 @@ def _first_queries(path: Path) -> Tensor:
 def _item_queries(vectors_ND: Tensor) -> Tensor:
     """Return vectors of items as queries, spread over all of them."""
     return vectors_ND[:: -(-len(vectors_ND) // MOST_QUERIES)]
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _write_queries(path: Path, queries: Iterator[tuple[int, pa.Table]], progress: Callable[[int], object]) -> int:

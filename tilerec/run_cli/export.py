@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.file_kind import EXPORT
 from tilerec.output_path import check_output_file
 from tilerec.progress import LOADING, command_phase
 from tilerec.terminal import print_plain, print_rank_error
@@ -50,7 +51,7 @@ def export(
     try:
         trained = find_trained(run).with_settings(set_ or [])
         shared = {"--data": [data or ""], **trained.data_inputs}
-        check_output_file("--out", out, trained.inputs, shared=shared)
+        check_output_file("--out", out, EXPORT, trained.inputs, shared=shared)
         _export(trained, out, data, tower, strict)
     except TilerecError as error:
         print_rank_error(error)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.file_kind import ANY
 from tilerec.output_path import check_output_file
 from tilerec.progress import LOADING, command_phase
 from tilerec.terminal import SafeConsole, print_error, print_plain
@@ -38,7 +39,7 @@ def init(
         from tilerec.train.run_file import run_of_toml, with_paths
 
     try:
-        check_output_file("--out", out, shared={"DATA": [data]})
+        check_output_file("--out", out, ANY, shared={"DATA": [data]})
         if out.exists() and not force:
             raise ConfigError(
                 f"--out: got {out}, which exists; expected a new file. Choose another name, or pass --force to "

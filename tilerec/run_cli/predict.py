@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import TilerecError
+from tilerec.file_kind import PREDICT
 from tilerec.output_path import check_output_file
 from tilerec.progress import LOADING, command_phase, row_progress
 from tilerec.run_cli.ranks import run_on_ranks
@@ -44,7 +45,7 @@ def predict(
 
     try:
         trained = find_trained(run).with_settings(set_ or [])
-        check_output_file("--out", out, {"DATA": [data], **trained.inputs}, shared=trained.data_inputs)
+        check_output_file("--out", out, PREDICT, {"DATA": [data], **trained.inputs}, shared=trained.data_inputs)
         names = tuple(name.strip() for name in keys.split(",") if name.strip())
         place = device or trained.config.train.device
         run_on_ranks(_predict, trained, data, str(out), names, batch_size, place, nproc=nproc, device=place)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.file_kind import KSERVE
 from tilerec.output_path import check_output_file
 from tilerec.terminal import print_error, print_plain
 
@@ -38,7 +39,7 @@ def serve_files(
         if triton is None and kserve is None:
             raise ConfigError("--triton, --kserve: got neither; expected one or both. Try --triton models.")
         if kserve is not None:
-            check_output_file("--kserve", kserve, {"PACKAGE": [package]})
+            check_output_file("--kserve", kserve, KSERVE, {"PACKAGE": [package]})
         if triton is not None:
             version = write_triton(package, triton, name, instances=workers, threads=threads)
             print_plain(f"wrote {version}; start: tritonserver --model-repository={triton}")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, FileError, TilerecError
-from tilerec.output_path import check_output
 from tilerec.progress import LOADING, command_phase
 from tilerec.run_cli.ranks import run_on_ranks
 from tilerec.terminal import SafeConsole, print_rank_error
@@ -88,6 +87,7 @@ def train(
     with command_phase(LOADING):
         from tilerec.recipes.registry import make_run
         from tilerec.train import loop  # noqa: F401 - the modules of a run
+        from tilerec.train.log_folder import check_outputs
 
     try:
         run = make_run(recipe, data)
@@ -108,7 +108,7 @@ def train(
         if show:
             _print_settings(run)
             return
-        _check_outputs(run, recipe)
+        check_outputs(run, recipe)
         _on_ranks(run, nproc)
     except TilerecError as error:
         print_rank_error(error)
@@ -120,22 +120,6 @@ def _check_resume(resume: bool, log_dir: str) -> None:
         raise ConfigError(
             "--resume: got no --log-dir; expected the folder of the run to continue. Give it, or set log_dir."
         )
-
-
-def _check_outputs(run: RunConfig, source: str) -> None:
-    """Raise if the trace or a log would replace the run file, the data or the plan."""
-    from tilerec.train.log_folder import has_logs, log_files
-    from tilerec.train.run_file import path_settings
-
-    own = [source] if source.endswith(".toml") else []
-    read = {"RUN": own, "the run's data": path_settings(run.data), "--plan": [run.parallel.plan]}
-    if run.trace:
-        check_output("trace (--trace)", run.trace, shared=read)
-    folder = Path(run.log_dir)
-    # A folder with logs is that of a run to resume, or has an error of its own.
-    if run.log_dir and not has_logs(folder):
-        for file in log_files(folder):
-            check_output("log_dir (--log-dir)", file, shared=read)
 
 
 def _print_settings(run: RunConfig) -> None:

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.export.arguments import torch_dtype
-from tilerec.export.manifest import Manifest
-from tilerec.export.signature import BATCH
+from tilerec.export.manifest import TableEntry, read_input, read_table
+from tilerec.export.signature import InputSpec
+from tilerec.json_document import MOST_BYTES, parse_json
 from tilerec.serve.wire import ALIVE, SAFETENSORS
 
 BOUNDS_MS = {"MLPerf DLRM v1": 30.0, "MLPerf DLRM-v2": 60.0}
@@ -84,11 +85,18 @@ class LoadReport:
         return float(np.percentile(self.latency_ms, percent)) if self.latency_ms else float("nan")
 
 
-def sample_inputs(manifest: Manifest, samples: int, ids: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return random inputs that a package takes, by the names of its tensors; ids are below their tables' rows."""
-    rows = {feature: table.rows for table in reversed(manifest.tables) for feature in table.features}
+class ServedInputs(NamedTuple):
+    """Inputs of a served model, and the tables that its ids belong to."""
+
+    inputs: Sequence[InputSpec]
+    tables: Sequence[TableEntry]
+
+
+def sample_inputs(served: ServedInputs, samples: int, ids: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return random inputs that a model takes, by the names of its tensors; ids are below their tables' rows."""
+    rows = {feature: table.rows for table in reversed(served.tables) for feature in table.features}
     made: dict[str, Tensor] = {}
-    for own in manifest.signature.inputs:
+    for own in served.inputs:
         keys = own.keys or (own.name,)
         for spec in own.tensors:
             dtype = torch_dtype(spec.dtype)
@@ -102,42 +110,43 @@ def sample_inputs(manifest: Manifest, samples: int, ids: int, generator: torch.G
             elif part == "weights":
                 value = torch.rand(count, generator=generator)
             else:
-                sizes = [samples if size == BATCH else int(size) for size in spec.shape]
+                sizes = [size if isinstance(size, int) else samples for size in spec.shape]
                 value = torch.rand(sizes, generator=generator)
             made[spec.name] = value.to(dtype)
     return made
 
 
-def body_of(manifest: Manifest, tensors: Mapping[str, Tensor], form: str) -> tuple[bytes, str]:
+def body_of(served: ServedInputs, tensors: Mapping[str, Tensor], form: str) -> tuple[bytes, str]:
     """Return a request's body and its content type."""
     if form == "safetensors":
         from safetensors.torch import save
 
         return save(dict(tensors)), SAFETENSORS
     inputs: dict[str, Any] = {}
-    for own in manifest.signature.inputs:
+    for own in served.inputs:
         lists = {spec.name.rpartition(".")[2]: tensors[spec.name].tolist() for spec in own.tensors}
         inputs[own.name] = tensors[own.name].tolist() if own.kind == "Tensor" else lists
     return json.dumps({"inputs": inputs}).encode(), "application/json"
 
 
-def offer_load(address: str, manifest: Manifest, load: Load) -> LoadReport:
-    """Send requests to a server, and return what was measured.
+def offer_load(address: str, load: Load) -> LoadReport:
+    """Send requests that fit the model of a server, and return what was measured.
 
     Args:
         address: `http://127.0.0.1:8000`.
 
     Raises:
-        InputError: there is no server at the address, or it answered no request.
+        InputError, ConfigError: there is no server at the address, or it answered no request.
     """
-    check_server(address)
+    address = address.rstrip("/")
+    served = served_inputs(address)
     dice, generator = np.random.default_rng(load.seed), torch.Generator().manual_seed(load.seed)
     count = max(1, int(load.rate * load.seconds))
     times = np.cumsum(dice.exponential(1 / load.rate, count))
     sizes = dice.integers(load.pairs[0], load.pairs[1] + 1, count)
     # A few bodies of each size class are sent again and again: making them takes longer than serving them.
     bodies = {
-        int(size): body_of(manifest, sample_inputs(manifest, int(size), load.ids, generator), load.form)
+        int(size): body_of(served, sample_inputs(served, int(size), load.ids, generator), load.form)
         for size in {int(size) for size in sizes}
     }
     found = asyncio.run(
@@ -146,24 +155,38 @@ def offer_load(address: str, manifest: Manifest, load: Load) -> LoadReport:
     if not found.latency_ms:
         failed = ", ".join(f"{count} of {status}" for status, count in found.failed.items())
         raise InputError(
-            f"Load on {address}: got no answer to {count} requests ({failed}); expected answers. Offer the package "
-            "that the server serves, and see the server's log."
+            f"Load on {address}: got no answer to {count} requests ({failed}); expected answers. See the server's log."
         )
     return found
 
 
-def check_server(address: str) -> None:
-    """Raise `InputError` if no server of `tilerec serve` answers at an address."""
-    try:
-        with urllib.request.urlopen(f"{address}/healthz", timeout=CONNECT_S) as found:
-            text = found.read(100).decode(errors="replace")
-    except (OSError, ValueError, HTTPException) as error:  # urllib's own errors are OSErrors
-        text = str(getattr(error, "reason", error))
-    if text != ALIVE:
+def served_inputs(address: str) -> ServedInputs:
+    """Return the inputs of the model at an address.
+
+    Raises:
+        InputError: no server of `tilerec serve` answers there. ConfigError: its description cannot be read.
+    """
+    found = _got(address, "/healthz")
+    if found != ALIVE.encode():
+        got = found[:100].decode(errors="replace")
         raise InputError(
-            f"Load on {address}: got '{text}' from /healthz; expected a running server, http://HOST:PORT. Start one "
+            f"Load on {address}: got '{got}' from /healthz; expected a running server, http://HOST:PORT. Start one "
             "with tilerec serve, or correct the address."
         )
+    about = parse_json(_got(address, "/v1/model"), f"Load on {address}: /v1/model")
+    parts = about.record(list(about.members()), ("inputs", "tables"), "Correct the address.")
+    return ServedInputs(
+        [read_input(own) for own in parts["inputs"].items()], [read_table(own) for own in parts["tables"].items()]
+    )
+
+
+def _got(address: str, path: str) -> bytes:
+    """Return the body of an answer, or the text of an error."""
+    try:
+        with urllib.request.urlopen(f"{address}{path}", timeout=CONNECT_S) as found:
+            return bytes(found.read(MOST_BYTES))
+    except (OSError, ValueError, HTTPException) as error:  # urllib's own errors are OSErrors
+        return str(getattr(error, "reason", error)).encode()
 
 
 async def _send(address: str, requests: Sequence[tuple[float, bytes, str, int]]) -> LoadReport:

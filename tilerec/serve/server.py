@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LIBRARIES = ("numpy", "ssl", "hashlib", "resource", "asyncio", "multiprocessing.connection", "safetensors")
 """Modules with libraries of their own. They are imported before a thread loads torch's: the system loads one library at
 a time, and an import that waits for another thread's keeps Python's global lock."""
-_IMPORTS = ("tilerec.serve.app", "tilerec.serve.endpoints", "tilerec.serve.workers", "uvicorn")
+_IMPORTS = ("prometheus_client", "tilerec.serve.app", "tilerec.serve.endpoints", "tilerec.serve.workers", "uvicorn")
 """Modules of the workers. The parent imports them while threads read the package and load torch's libraries, and
 workers share them. torch's modules are not among them: they took most of the time of a start."""
 _IMPORTS_OF_DELTAS = ("tilerec.delta.follower",)
@@ -47,7 +47,7 @@ def run_server(
     Raises:
         FileError, ConfigError: the package cannot be served. OSError: the port is in use.
     """
-    with listen(options.host, options.port) as listener, worker_metrics():
+    with listen(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
         # Without the pause, collections take 0.18 s of the start.
         with phase("load the package", console), gc_paused(), ThreadPoolExecutor(2, "start") as threads:
@@ -66,7 +66,8 @@ def run_server(
             copy = copying.result()
         from tilerec.serve.workers import Workers
 
-        Workers(options, listener, copy, watch).run(lambda: ready(f"http://{host}:{port}"), console)
+        with worker_metrics():
+            Workers(options, listener, copy, watch).run(lambda: ready(f"http://{host}:{port}"), console)
 
 
 def _import(names: Sequence[str]) -> None:

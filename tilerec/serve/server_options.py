@@ -38,14 +38,16 @@ class ServerOptions:
     log: LogOptions = field(default_factory=LogOptions)
 
     def __post_init__(self) -> None:
-        times = self.every >= 0 and self.grace >= 0  # nan is neither
-        if not 0 <= self.port < 1 << 16 or self.workers < 1 or self.threads < 1 or not times:
-            raise ConfigError(
-                f"serve: got {self}; expected a port from 0 to 65535, workers and threads from 1, every and grace from "
-                "0. Correct them."
-            )
-        if self.rows_per_second and not self.rows_per_second >= 50:
-            raise ConfigError(
-                f"serve: got rows_per_second={self.rows_per_second}; expected at least 50, or 0 for no limit. Correct "
-                "it."
-            )
+        rows = self.rows_per_second
+        checks = {
+            "host": (self.host != "", "an address, 0.0.0.0 for all of this machine"),  # "" would be all of them, too
+            "port": (0 <= self.port < 1 << 16, "0 to 65535"),
+            "workers": (self.workers >= 1, "at least 1"),
+            "threads": (self.threads >= 1, "at least 1"),
+            "every": (self.every >= 0, "seconds from 0"),  # nan is not
+            "grace": (self.grace >= 0, "seconds from 0"),
+            "rows_per_second": (rows == 0 or rows >= 50, "at least 50, or 0 for no limit"),
+        }
+        for name, (fits, expected) in checks.items():
+            if not fits:
+                raise ConfigError(f"serve: got {name}={getattr(self, name)!r}; expected {expected}. Correct it.")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +62,10 @@ def parse(body: bytes, content_type: str, manifest: Manifest) -> Query:
     if content_type.partition(";")[0].strip() == SAFETENSORS:
         return _of_tensors(body, manifest)
     try:
-        data = json.loads(body, parse_constant=_no_number)
+        text = body.decode(json.detect_encoding(body), "surrogatepass")
+        data = json.loads(text, parse_constant=_no_number)
+        if "true" in text or "false" in text:
+            _check_no_booleans(data, manifest)
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
@@ -181,11 +185,9 @@ def _tensor(value: Any, spec: TensorSpec) -> Array:
     try:
         found = np.array(value) if value or not isinstance(value, list) else np.empty(0, np.int64)
         if found.dtype.kind not in "biuf":
-            raise ValueError("other values than numbers, or rows of different lengths")
+            raise ValueError("other values than numbers of 64 bits, or rows of different lengths")
         if found.size and found.dtype.kind == "f" and not floats:
             raise ValueError("numbers with a point")
-        if found.dtype.kind == "b" and spec.dtype != "bool":
-            raise ValueError("true or false")
         made = array_of(found, spec.dtype)
         if not floats and spec.dtype != "bool" and not np.array_equal(made, found):
             raise ValueError(f"numbers outside of its range, as {found[made != found].flat[0]}")
@@ -284,13 +286,49 @@ def _jagged(own: InputSpec, values: list[Any]) -> list[Array]:
             row.append(len(bag))
         lengths.append(row)
     found = {"values": ids, "weights": weights, "lengths": lengths if own.keys else lengths[0]}
-    made = {part: _tensor(found[part], spec) for part, spec in specs.items()}
+    try:
+        made = {part: _tensor(found[part], spec) for part, spec in specs.items()}
+    except InputError:
+        _check_each_key(own, ids, lengths)  # raises with the key, if ids are wrong
+        raise
     if own.keys:
         made["lengths"] = made["lengths"].reshape(len(own.keys), len(values))
     return list(made.values())
 
 
+def _check_each_key(own: InputSpec, ids: list[Any], lengths: list[list[int]]) -> None:
+    spec = next(spec for spec in own.tensors if spec.name.endswith(".values"))
+    at = 0
+    for key, row in zip(own.keys, lengths):  # noqa: B905 - a jagged input without keys has one row
+        _tensor(ids[at : at + sum(row)], replace(spec, name=f"{own.name}.{key}"))
+        at += sum(row)
+
+
 # ------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_no_booleans(data: Any, manifest: Manifest) -> None:
+    """Raise for true or false among numbers: numpy would take [true, 3] as the ids 1 and 3."""
+    found = data.get("instances", [data.get("inputs")]) if isinstance(data, dict) else ()
+    samples = [sample for sample in found if isinstance(sample, dict)] if isinstance(found, list) else []
+    for own in manifest.signature.inputs:
+        if any(spec.dtype == "bool" for spec in own.tensors):
+            continue
+        place = next(filter(None, (_boolean({own.name: sample.get(own.name)}) for sample in samples)), "")
+        if place:
+            raise InputError(f"Input '{place[1:]}': got true or false; expected numbers. Correct it.")
+
+
+def _boolean(value: Any, place: str = "") -> str:
+    """Return the place of the first true or false in a JSON value, such as ".sparse.user.0"; "" if there is none."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        if isinstance(part, bool):
+            return f"{place}.{key}"
+        found = _boolean(part, f"{place}.{key}") if isinstance(part, (list, dict)) else ""
+        if found:
+            return found
+    return ""
 
 
 def _keys(value: Any, what: str) -> set[str]:

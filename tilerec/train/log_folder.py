@@ -12,9 +12,11 @@ from torch import nn
 from tilerec.atomic_file import write_file
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, FileError
+from tilerec.file_kind import TRACE, check_kind
+from tilerec.output_path import check_output
 from tilerec.train.config import RunConfig
 from tilerec.train.override import settings
-from tilerec.train.run_file import RUN_FILE, write_run_file
+from tilerec.train.run_file import RUN_FILE, path_settings, write_run_file
 from tilerec.train.run_logger import JsonLines, Logs, TensorBoard, finite
 from tilerec.train.run_plan import plan_in
 from tilerec.train.saved_model import MODEL_FILE
@@ -30,6 +32,26 @@ def log_files(folder: Path) -> list[Path]:
 def has_logs(folder: Path) -> bool:
     """Return True if the folder has the logs of a run."""
     return (folder / "metrics.jsonl").exists()
+
+
+def check_outputs(config: RunConfig, source: str) -> None:
+    """Raise if the trace or a log would replace the run file, the data, the plan or a file of another kind.
+
+    Args:
+        source: the run file, or the name of a recipe.
+    """
+    own = [source] if source.endswith(".toml") else []
+    read = {"RUN": own, "the run's data": path_settings(config.data), "--plan": [config.parallel.plan]}
+    if config.trace:
+        check_output("trace (--trace)", config.trace, shared=read)
+        check_kind("trace (--trace)", config.trace, TRACE)
+    folder = Path(config.log_dir)
+    # A folder with logs is that of a run to resume, or has an error of its own.
+    if config.log_dir and not has_logs(folder):
+        for file in log_files(folder):
+            check_output("log_dir (--log-dir)", file, shared=read)
+        for file in log_files(folder):
+            check_kind("log_dir (--log-dir)", file, None)
 
 
 def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None) -> Logs:
@@ -50,12 +72,13 @@ def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lines = JsonLines(folder, resumed_at or 0)  # first: this file makes the folder that of a run
         write_json(folder / "config.json", {"name": config.name, **settings(config)})
         plan = plan_in(model)
         if plan is not None:
             # `--plan` accepts this file, to repeat the same sharding.
             plan.save(folder / "plan.json")
-        return Logs([JsonLines(folder, resumed_at or 0), TensorBoard(folder, resumed_at or 0)], OSError)
+        return Logs([lines, TensorBoard(folder, resumed_at or 0)], OSError, lines.last_steps)
     except FileError:
         raise
     except OSError as error:

@@ -24,6 +24,7 @@ from tilerec.data.columns import nearest
 from tilerec.data.dataset import RowDataset
 from tilerec.data.share import bounds, cut
 from tilerec.errors import ConfigError
+from tilerec.file_kind import PREDICT
 from tilerec.train.evaluate import predict_batch
 from tilerec.train.world import World
 
@@ -135,6 +136,6 @@ def _written(held: list[pa.Table], file: object, writer: parquet.ParquetWriter |
     whole = pa.concat_tables(held, promote_options="permissive")
     held.clear()
     if writer is None:
-        writer = parquet.ParquetWriter(file, whole.schema)
+        writer = parquet.ParquetWriter(file, whole.schema.with_metadata(PREDICT.metadata))
     writer.write_table(whole.cast(writer.schema))
     return writer

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from torch import nn
 
-from tilerec.errors import ConfigError, FileError
+from tilerec.atomic_file import new_folder
+from tilerec.errors import ConfigError
 from tilerec.train.log_folder import write_json
 from tilerec.train.quantized_model import save_quantized
 from tilerec.train.run_file import RUN_FILE, write_run_file
@@ -30,24 +31,17 @@ def check_new(folder: Path) -> None:
 
 
 def write_quantized(folder: Path, trained: TrainedRun, choice: TypeChoice, model: nn.Module) -> None:
-    """Write the files; the model last, as it makes the folder that of a run.
+    """Write the folder, as a whole or not at all.
 
     Raises:
         FileError: a file cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with new_folder(folder, "--out") as made:
         if trained.vocabulary.is_dir():
-            write_vocabularies(folder, read_vocabularies(trained.vocabulary))
-    except OSError as error:
-        raise FileError(
-            f"--out: got {folder}, which cannot be written ({error.strerror}); expected a folder on a disk with space. "
-            "Name another one.",
-            error.errno,
-        ) from error
-    write_run_file(folder / RUN_FILE, replace(trained.config, log_dir=""))
-    write_json(folder / "quantization.json", _record(choice))
-    save_quantized(folder / MODEL_FILE, model, choice.types, {})
+            write_vocabularies(made, read_vocabularies(trained.vocabulary))
+        write_run_file(made / RUN_FILE, replace(trained.config, log_dir=""))
+        write_json(made / "quantization.json", _record(choice))
+        save_quantized(made / MODEL_FILE, model, choice.types, {})
 
 
 def _record(choice: TypeChoice) -> dict[str, object]:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import socket
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -79,12 +82,16 @@ class JsonLines(Watcher):
 
     Args:
         resumed_at: the step from which a run goes on: events up to there stay, later ones are removed.
+
+    Attributes:
+        last_steps: step of the newest event that stayed, by kind.
     """
 
     def __init__(self, folder: Path, resumed_at: int = 0) -> None:
         path = folder / "metrics.jsonl"
-        kept = _events_until(path, resumed_at) if resumed_at else ""
-        write_file(path, kept, "Logs")
+        kept = _events_until(path, resumed_at) if resumed_at else {}
+        write_file(path, "".join(kept), "Logs")
+        self.last_steps: dict[Any, int] = {event.get("kind"): event["step"] for event in kept.values()}
         self._file = path.open("a", encoding="utf-8")
 
     def record(self, event: Event) -> None:
@@ -105,21 +112,32 @@ class TensorBoard(Watcher):
 
     def __init__(self, folder: Path, resumed_at: int = 0) -> None:
         # Imported here, as the import takes 0.1 s and only runs with logs need it.
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._summary: Any = Summary
-        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=resumed_at + 1 if resumed_at else None)
+        self._event: Any = event_pb2.Event
+        self._summary: Any = summary_pb2.Summary
+        # `SummaryWriter` opens its file by path for each record, in a thread that dies with a traceback if it cannot.
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("xb")
+        self._records: Any = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        if resumed_at:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(step=resumed_at + 1, session_log=start)
 
     def record(self, event: Event) -> None:
-        # One record for all values: 5 us of processor time each, where `add_scalar` takes 50.
-        scalars = [
+        values = [
             self._summary.Value(tag=f"{event.kind}/{name}", simple_value=value) for name, value in event.values.items()
         ]
-        self._writer.file_writer.add_summary(self._summary(value=scalars), event.step)
+        self._write(step=event.step, summary=self._summary(value=values))
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class Logs(Watcher):
@@ -129,14 +147,20 @@ class Logs(Watcher):
         logs: which receive every event.
         failures: errors of a log that fails. A `ConfigError` is not one of them, unless it is a `FileError`: its cause
             is a wrong setting.
+        last_steps: steps of the newest events that the logs have, by kind. These events are left out: a finished run
+            that is resumed evaluates again.
 
     Attributes:
         errors: one message per dropped log.
     """
 
-    def __init__(self, logs: Iterable[Watcher], failures: type[Exception] = Exception) -> None:
+    def __init__(
+        self, logs: Iterable[Watcher], failures: type[Exception] = Exception,
+        last_steps: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
         self._logs = list(logs)
         self._failures = failures
+        self._last_steps = dict(last_steps or {})
         self.errors: list[str] = []
 
     def begin(self, name: str, settings: Mapping[str, object]) -> None:
@@ -144,6 +168,8 @@ class Logs(Watcher):
             self._send(log, partial(log.begin, name, settings))
 
     def record(self, event: Event) -> None:
+        if self._last_steps.get(event.kind) == event.step:
+            return
         for log in tuple(self._logs):
             self._send(log, partial(log.record, event))
 
@@ -241,17 +267,17 @@ class _Steps(ProgressColumn):
         return Text(done if task.total is None else f"{done}/{task.total:,.0f}", style="progress.download")
 
 
-def _events_until(path: Path, step: int) -> str:
-    """Return the lines of a log file up to a step; a line that a stopped process has not finished is left out."""
-    kept = []
+def _events_until(path: Path, step: int) -> dict[str, dict[str, Any]]:
+    """Return the events of a log file up to a step by their lines, without a line that a stopped process began."""
+    kept = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             event = json.loads(line)
         except ValueError:
             continue
         if isinstance(event, dict) and event.get("step", step + 1) <= step:
-            kept.append(line + "\n")
-    return "".join(kept)
+            kept[line + "\n"] = event
+    return kept
 
 
 def finite(value: Any) -> Any:
