@@ -183,19 +183,18 @@ class Seen:
         self._laws, self._table = laws, table
         self._lawful = np.flatnonzero(laws.position[table] >= 0)
         own = laws.position[table[self._lawful]]
-        # Bucket by bucket, as arrays of that size stay in the processor's cache.
-        counts, drawn = laws.counts[:, own], draws[self._lawful]
-        self._seen = np.zeros_like(counts)
+        # Bucket by bucket, as arrays of that size stay in the processor's cache, and one sum after the other.
+        counts, drawn, found = laws.counts[:, own], draws[self._lawful], np.zeros(len(own))
+        self._counts, self._seen = counts, np.zeros_like(counts)
         for bucket, weights, ids in zip(self._seen, laws.weights, counts, strict=True):
             some = np.flatnonzero(ids)
             bucket[some] = 1.0 - missed(weights[own[some]], drawn[some])
-        found: Floats = np.asarray(sum(counts * self._seen))
+            found += ids * bucket
         self.whole[self._lawful] = np.minimum(found, drawn)
         self._within = self.whole[self._lawful] / np.maximum(found, 1e-300)
-        self._by_row = by_row = np.flatnonzero(ordered[table[self._lawful]])
-        self._ordered = self._lawful[by_row]
-        self._counts = counts[:, by_row]
-        self._each = self._seen[:, by_row] * self._within[by_row]
+        self._by_row = np.flatnonzero(ordered[table[self._lawful]])
+        self._ordered = self._lawful[self._by_row]
+        self._cold: Floats | None = None
 
     def with_hot(self, hot: HotReads) -> Seen:
         """Return the same for tables with heads."""
@@ -206,13 +205,14 @@ class Seen:
         found._head = self.whole * (found._hot_rows / self._rows)
         found._head[self._lawful] = np.asarray(sum(hot.inside[:, own] * self._seen)) * self._within
         if len(self._by_row):
-            cold = self._seen[:, self._by_row] * hot.cold(laws)[:, own[self._by_row]]
-            found._each = cold * self._within[self._by_row]
+            found._cold = hot.cold(laws)[:, own[self._by_row]]
         return found
 
     @cached_property
     def _sums(self) -> RangeSums:
-        return RangeSums(self._edges, self._counts, self._each)
+        seen = self._seen[:, self._by_row]
+        seen = seen if self._cold is None else seen * self._cold
+        return RangeSums(self._edges, self._counts[:, self._by_row], seen * self._within[self._by_row])
 
     @cached_property
     def _column(self) -> Ints:
