@@ -5,6 +5,7 @@ Legend: T tables, n some tables, k pieces.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,13 +56,13 @@ class Levels(NamedTuple):
     level: Floats
 
     def knots_below(self, lines: Ints, wanted: Floats) -> Ints:
-        """Return [n, m] the last knots at or below levels `wanted` [m] of some of the tables."""
-        inner = self.level[:, 1:-1]
-        if len(lines) < len(inner):
-            inner = inner[lines]
+        """Return [n, m] the last knots below levels `wanted` [m] of some of the tables, or the first one."""
+        level = self.level if len(lines) == len(self.level) else self.level[lines]
         if len(lines) < len(wanted):
-            return np.stack([np.searchsorted(own, wanted) for own in inner])
-        return np.stack([(inner < each).sum(1, dtype=np.int16) for each in wanted.tolist()], axis=1)
+            found = np.stack([np.searchsorted(own[:-1], wanted) for own in level])
+        else:  # levels rise, so the first one that is not below it has its position
+            found = np.stack([(level < each).argmin(1) for each in wanted.tolist()], axis=1)
+        return np.maximum(found - 1, 0)
 
 
 class RangesByFrequency:
@@ -74,7 +75,7 @@ class RangesByFrequency:
         self.model, self.tables = model, tables
         self._levels: dict[tuple[float, bytes, bytes], Levels] = {}
         self._once: dict[tuple[int, float], bytes] = {}
-        self._cuts: dict[tuple[int, bytes], Ints] = {}
+        self._cuts: dict[tuple[int, bytes], tuple[Ints, Ints]] = {}  # tables and cuts
 
     def levels(self, tables: Ints, pieces: int, head: float) -> tuple[Levels, Ints]:
         """Return levels for so many pieces behind a head, and [n] the lines in them of some of the tables.
@@ -106,11 +107,14 @@ class RangesByFrequency:
         """
         if head or len(tables) == 1:
             return self._computed_cuts(tables, pieces, head, which)
-        key = pieces, which.tobytes()
-        if key not in self._cuts:
-            # For all tables, as other options have the same ranges: those of a host, and each grid.
-            self._cuts[key] = self._computed_cuts(self.tables, pieces, head, which)
-        return self._cuts[key][np.searchsorted(self.tables, tables)]
+        # Other options have the same ranges, of some of the tables: those of a host, and each grid.
+        known, found = self._cuts.get((pieces, which.tobytes()), (tables[:0], which))
+        at = np.searchsorted(known, tables)
+        if len(known) < len(tables) or not np.array_equal(known[np.minimum(at, len(known) - 1)], tables):
+            found = self._computed_cuts(tables, pieces, head, which)
+            self._cuts[pieces, which.tobytes()] = tables, found
+            return found
+        return found[at]
 
     def _computed_cuts(self, tables: Ints, pieces: int, head: float, which: Ints) -> Ints:
         levels, line = self.levels(tables, pieces, head)
@@ -155,13 +159,12 @@ def _levels(model: Model, tables: Ints, once: Bools, head: float) -> Levels:
     work = model.workload
     first, ends = head_rows(work.rows[tables], head)[:, None], work.rows[tables][:, None]
     rows = (ends - first).astype(np.float64)
-    # Between these rows, ids are spread evenly.
+    # Between the first ids of buckets, up to the last id that is read, ids are spread evenly.
     law = work.laws.counts.sum(0)[work.laws.position[tables]][:, None]
-    edges = np.broadcast_to(work.laws.edges - 1.0, (len(tables), len(work.laws.edges)))
+    edges = np.clip(work.laws.edges - 1.0, first, np.maximum(law, first))
     # The knots of a table are adjacent in memory (`RangesByFrequency.cuts`).
-    knots = np.ascontiguousarray(np.clip(np.concatenate([edges, law, ends], axis=1), first, ends))
-    knots.sort(axis=1)
-    sent, held = _sent_below(model, tables, knots, once), (knots - first) / rows
+    knots = np.concatenate([edges, ends], axis=1)
+    sent, held = _sent_below(model, tables, first[:, 0], knots, once), (knots - first) / rows
     sent = (sent - sent[:, :1]) / np.maximum(1.0 - sent[:, :1], 1e-300)
     most = np.max(sent[:, 1:] / (1.0 - (1.0 - held[:, 1:]) / model.longest_range), axis=1)[:, None]
     most = np.maximum(most, 1e-300)
@@ -178,37 +181,52 @@ def distinct_below(model: Model, tables: Ints, rows: Any, once: Bools) -> Floats
     Args:
         once: [F] these features. A table without them has shares of 0.
     """
-    found, total = _below(model, tables, rows, once, np.zeros_like(once))
+
+    def distinct(feature: Ints) -> Floats:
+        return model.seen_by_feature.between(feature[:, None], 0, rows)
+
+    found, total = _below(model, tables, np.zeros(np.shape(rows)), once, np.zeros_like(once), distinct)
     return found / np.maximum(total, 1e-300)
 
 
-def _sent_below(model: Model, tables: Ints, rows: Any, once: Bools) -> Floats:
-    """Return [n, m] shares below rows [n, m] of the ids that travel; of the rows in a table that is not read."""
-    found, total = _below(model, tables, rows, once, ~once)
-    even = rows / model.workload.rows[tables][:, None]
+def _sent_below(model: Model, tables: Ints, first: Ints, knots: Floats, once: Bools) -> Floats:
+    """Return [n, m] shares below knots [n, m] of the ids that travel; of the rows in a table that is not read."""
+
+    def distinct(feature: Ints) -> Floats:
+        return model.seen_by_feature.at_edges(feature, first)
+
+    share = np.zeros(knots.shape) if once.all() else model.workload.laws.reads_at_edges(tables, first)
+    found, total = _below(model, tables, share, once, ~once, distinct)
+    if (total > 0.0).all():
+        return found / total
+    even = knots / model.workload.rows[tables][:, None]
     return np.where(total > 0.0, found / np.maximum(total, 1e-300), even)
 
 
-def _below(model: Model, tables: Ints, rows: Any, once: Bools, each: Bools) -> tuple[Floats, Floats]:
-    """Return [n, m] ids below rows [n, m], and [n, 1] all ids: distinct ones of features `once`, all of `each`."""
+def _below(
+    model: Model, tables: Ints, share: Floats, once: Bools, each: Bools, distinct: Callable[[Ints], Floats]
+) -> tuple[Floats, Floats]:
+    """Return [n, m] ids below some rows, and [n, 1] all ids: distinct ones of features `once`, all of `each`.
+
+    Args:
+        share: [n, m] of all ids. distinct: from features [n] to their distinct ids [n, m].
+    """
     work = model.workload
-    found, total = np.zeros(np.shape(rows)), np.zeros((len(tables), 1))
-    share = work.share(tables[:, None], 0, rows) if each.any() else found
+    found, total = np.zeros(share.shape), np.zeros((len(tables), 1))
     for features in work.turns:
         of_table = np.full(len(work.names), -1, np.int64)
         of_table[work.table[features]] = features
-        feature = of_table[tables][:, None]
+        feature = of_table[tables]
         here = feature >= 0
         used = here & each[feature]
         if used.any():
-            ids = (work.bags * work.ids_per_bag)[feature]
-            found += np.where(used, ids * share, 0.0)
-            total += np.where(used, ids, 0.0)
+            ids = np.where(used, (work.bags * work.ids_per_bag)[feature], 0.0)[:, None]
+            found += ids * share
+            total += ids
         used = here & once[feature]
         if used.any():
-            seen = model.seen_by_feature
-            found += np.where(used, seen.between(feature, 0, rows), 0.0)
-            total += np.where(used, seen.whole[feature], 0.0)
+            found += np.where(used[:, None], distinct(feature), 0.0)
+            total += np.where(used, model.seen_by_feature.whole[feature], 0.0)[:, None]
     return found, total
 
 

@@ -120,6 +120,10 @@ class FrequencyLaws:
         """Return the places of rows of tables with ids numbered by frequency. Arguments broadcast."""
         return self._reads.places(self.position[table], row)
 
+    def reads_at_edges(self, table: Ints, first: Ints) -> Floats:
+        """Return [n, B + 2] the share of ids below the rows of `RangeSums.at_edges`."""
+        return self._reads.at_edges(self.position[table], first)
+
     def reads_below(self, table: Ints, places: Places) -> Floats:
         """Return the share of ids below places, for ids numbered by frequency. Arguments broadcast."""
         return self._reads.at(self.position[table], places)
@@ -159,6 +163,15 @@ class RangeSums:
         own, last = np.asarray(line) * len(self.edges), len(self.edges) - 1
         found: Floats = self.sums.take(own + bucket) + inside * self.each.take(np.asarray(line) * last + bucket)
         return found
+
+    def at_edges(self, line: Ints, first: Ints) -> Floats:
+        """Return [n, B + 2] the sums over the ids below the first one of each bucket, and over all ids.
+
+        Args:
+            line, first: [n] lines, and numbers of ids that all sums contain.
+        """
+        found = np.concatenate([self.sums[line], self.sums[line, -1:]], axis=1)
+        return np.maximum(found, self.below(line, first)[:, None], out=found) if first.any() else found
 
     def below(self, line: Ints, row: Any) -> Floats:
         """Return the sums over rows [0, row). Arguments broadcast."""
@@ -220,6 +233,10 @@ class Seen:
         found = np.full(len(self.whole), -1, np.int64)
         found[self._ordered] = np.arange(len(self._ordered))
         return found
+
+    def at_edges(self, line: Ints, first: Ints) -> Floats:
+        """Return [n, B + 2] the expected distinct rows below those of `RangeSums.at_edges`, of lines as in `below`."""
+        return self._sums.at_edges(self._column[line], first)
 
     def below(self, line: Ints, places: Places) -> Floats:
         """Return the expected distinct rows below places, of lines with ordered ids. Arguments broadcast."""

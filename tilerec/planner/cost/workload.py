@@ -429,7 +429,9 @@ class Workload:
         even = (np.asarray(r1, np.float64) - r0) / rows
         if not np.any(self.ordered[table]):
             return even
-        law = self.laws.reads(table, r1) - self.laws.reads(table, r0)
+        law = self.laws.reads(table, r1)
+        if np.any(r0):
+            law = law - self.laws.reads(table, r0)
         return np.where(self.ordered[table], law, even)
 
     def reads_below(self, table: Ints, places: Places) -> Floats:
