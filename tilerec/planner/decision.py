@@ -11,7 +11,6 @@ Legend: T tables that are not pinned, in the problem's order; G tables of the in
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -168,13 +167,10 @@ def _searched(request: PlanRequest, pins: dict[str, ParameterSharding], offload:
     if first.status is Status.NONE_EXISTS and apart and Relaxed(lower).impossible() is None:
         first = replace(first, status=Status.NONE_FOUND, proof=None)
     decision = Decision(request, pins, problem, instance, row, first, offload=offload)
-    # The bound of another instance takes its time in NumPy, and the price in Python: two cores do both at once.
-    with ThreadPoolExecutor(1, "bound") as beside:
-        own = beside.submit(lower_bound, lower, first.cost) if apart and decision.found and quick is None else None
-        decision = _within_caps(decision, quick, prove=not apart)
+    decision = _within_caps(decision, quick, prove=not apart)
     if decision.priced is None or quick is not None:
         return decision
-    bound = first.bound if own is None else own.result()
+    bound = lower_bound(lower, decision.priced.cost_ps) if apart else first.bound
     # The bound assumes even ranges of rows. Ranges of whole rows differ slightly, so uneven ones may cost less.
     return replace(decision, bound=min(bound - bound // PRICING_STEPS, decision.priced.cost_ps))
 

@@ -5,7 +5,7 @@ Legend: T tables, n some tables, k pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,10 @@ def heads_of(work: Workload, head: float, *, cached: bool = False) -> Ints:
     return np.where(work.ordered, first, np.minimum(rows, work.named))
 
 
+BLOCK = 1024
+"""Tables whose levels are computed at a time: arrays of 10,000 tables are larger than the processor's caches."""
+
+
 class Levels(NamedTuple):
     """Where equal pieces of some tables in frequency order end, whatever their number.
 
@@ -55,10 +59,27 @@ class Levels(NamedTuple):
     density: Floats
     level: Floats
 
-    def knots_below(self, lines: Ints, wanted: Floats) -> Ints:
-        """Return [n, m] the last knots below levels `wanted` [m] of some of the tables, or the first one."""
-        level = self.level if len(lines) == len(self.level) else self.level[lines]
-        if len(lines) < len(wanted):
+    def cuts(self, line: Ints, pieces: int, which: Ints) -> Ints:
+        """Return [n, m] the first rows of some of so many pieces, as `RangesByFrequency.cuts`, for lines [n]."""
+        wanted = which / pieces
+        at = self._knots_below(line, wanted)
+        # Positions in the flat arrays: `take` needs a third of the time of two indices.
+        knot = line[:, None] * self.knots.shape[1] + at
+        rest = wanted - self.level.take(knot)
+        rest /= np.maximum(self.density.take(knot - line[:, None]), 1e-300)
+        low = self.knots.take(knot)
+        cut = low + np.clip(rest, 0.0, 1.0) * (self.knots.take(knot + 1) - low)
+        inner = np.floor(cut + 0.5).astype(np.int64)
+        first, ends = self.first[line], self.ends[line]
+        least = np.minimum(first + which, ends)
+        inner = np.minimum(np.maximum(inner, least), np.maximum(ends - pieces + which, least))
+        found: Ints = np.where(which == 0, first, np.where(which == pieces, ends, inner))
+        return found
+
+    def _knots_below(self, line: Ints, wanted: Floats) -> Ints:
+        """Return [n, m] the last knots below levels `wanted` [m], or the first one."""
+        level = self.level if len(line) == len(self.level) else self.level[line]
+        if len(line) < len(wanted):
             found = np.stack([np.searchsorted(own[:-1], wanted) for own in level])
         else:  # levels rise, so the first one that is not below it has its position
             found = np.stack([(level < each).argmin(1) for each in wanted.tolist()], axis=1)
@@ -77,17 +98,21 @@ class RangesByFrequency:
         self._once: dict[tuple[int, float], bytes] = {}
         self._cuts: dict[tuple[int, bytes], tuple[Ints, Ints]] = {}  # tables and cuts
 
-    def levels(self, tables: Ints, pieces: int, head: float) -> tuple[Levels, Ints]:
-        """Return levels for so many pieces behind a head, and [n] the lines in them of some of the tables.
+    def levels(self, tables: Ints, pieces: int, head: float) -> Iterator[tuple[Levels, Ints]]:
+        """Yield levels for so many pieces behind a head, and the lines in them of some of the tables, block by block.
 
         Numbers of pieces with the same repeated ids have the same levels. Only large tables have heads.
         """
         every = tables if head else self.tables
         once = self._sent_once(pieces, head)
-        key = head, once, tables.tobytes() if head else b""
-        if key not in self._levels:
-            self._levels[key] = _levels(self.model, every, np.frombuffer(once, np.bool_), head)
-        return self._levels[key], np.searchsorted(every, tables)
+        for begin in range(0, len(every), BLOCK):
+            block = every[begin : begin + BLOCK]
+            some = tables[slice(*np.searchsorted(tables, (block[0], block[-1] + 1)))]
+            key = head, once, block.tobytes()
+            if key not in self._levels and len(some):
+                self._levels[key] = _levels(self.model, block, np.frombuffer(once, np.bool_), head)
+            if len(some):
+                yield self._levels[key], np.searchsorted(block, some)
 
     def _sent_once(self, pieces: int, head: float) -> bytes:
         """Return [F] features whose ids the owners of so many pieces behind a head send once each."""
@@ -117,21 +142,8 @@ class RangesByFrequency:
         return found[at]
 
     def _computed_cuts(self, tables: Ints, pieces: int, head: float, which: Ints) -> Ints:
-        levels, line = self.levels(tables, pieces, head)
-        wanted = which / pieces
-        at = levels.knots_below(line, wanted)
-        # Positions in the flat arrays: `take` needs a third of the time of two indices.
-        knot = line[:, None] * levels.knots.shape[1] + at
-        rest = wanted - levels.level.take(knot)
-        rest /= np.maximum(levels.density.take(knot - line[:, None]), 1e-300)
-        low = levels.knots.take(knot)
-        cut = low + np.clip(rest, 0.0, 1.0) * (levels.knots.take(knot + 1) - low)
-        inner = np.floor(cut + 0.5).astype(np.int64)
-        first, ends = levels.first[line], levels.ends[line]
-        least = np.minimum(first + which, ends)
-        inner = np.minimum(np.maximum(inner, least), np.maximum(ends - pieces + which, least))
-        found: Ints = np.where(which == 0, first, np.where(which == pieces, ends, inner))
-        return found
+        levels = self.levels(tables, pieces, head)
+        return np.concatenate([own.cuts(lines, pieces, which) for own, lines in levels])
 
 
 def row_cuts(
