@@ -39,7 +39,7 @@ def heads_of(work: Workload, head: float, *, cached: bool = False) -> Ints:
     return np.where(work.ordered, first, np.minimum(rows, work.named))
 
 
-BLOCK = 1024
+BLOCK = 512
 """Tables whose levels are computed at a time: arrays of 10,000 tables are larger than the processor's caches."""
 
 
@@ -172,7 +172,7 @@ def _levels(model: Model, tables: Ints, once: Bools, head: float) -> Levels:
     first, ends = head_rows(work.rows[tables], head)[:, None], work.rows[tables][:, None]
     rows = (ends - first).astype(np.float64)
     # Between the first ids of buckets, up to the last id that is read, ids are spread evenly.
-    law = work.laws.counts.sum(0)[work.laws.position[tables]][:, None]
+    law = work.laws.distinct[work.laws.position[tables]][:, None]
     edges = np.clip(work.laws.edges - 1.0, first, np.maximum(law, first))
     # The knots of a table are adjacent in memory (`RangesByFrequency.cuts`).
     knots = np.concatenate([edges, ends], axis=1)

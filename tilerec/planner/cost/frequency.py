@@ -64,14 +64,15 @@ class FrequencyLaws:
     """Laws of some tables.
 
     edges: [B + 1] number of the first id of each bucket, from 1. counts: [B, L] ids. weights: [B, L] share of the reads
-    of one id. position: [T] column of a table; -1 without a law. tables: [L] the table of each column.
+    of one id. position: [T] column of a table; -1 without a law. tables, distinct: [L] the table of each column, and its
+    number of ids.
 
     Args:
         tables: T. which: [L] tables. distinct, exponent, curves: [L] of `Skew`.
     """
 
     def __init__(self, tables: int, which: Ints, distinct: Floats, exponent: Floats, curves: Sequence[Curve]) -> None:
-        self.tables = which
+        self.tables, self.distinct = which, distinct
         self.position = np.full(tables, -1, np.int64)
         self.position[which] = np.arange(len(which))
         most = float(distinct.max()) if len(which) else 1.0
@@ -82,10 +83,12 @@ class FrequencyLaws:
         full, part = self.counts == high - low, (self.counts > 0.0) & (self.counts < high - low)
         middle = np.where(full, _log(low + (high - low - 1.0) / 2.0), _log(low))
         middle[part] = _log((low + (self.counts - 1.0) / 2.0)[part])
-        # Bucket by bucket, as arrays of that size stay in the processor's cache.
-        weights = np.stack([exponential(-exponent * each) for each in middle])
-        # Python's `sum` adds bucket after bucket, in the same order on every machine.
-        self.weights = weights / sum(self.counts * weights)
+        # Bucket by bucket, as arrays of that size stay in the processor's cache, and in the same order on every machine.
+        self.weights, total = np.empty_like(self.counts), np.zeros(len(which))
+        for weights, ids, each in zip(self.weights, self.counts, middle, strict=True):
+            weights[:] = exponential(-exponent * each)
+            total += ids * weights
+        self.weights /= total
         measured = [(i, curve) for i, curve in enumerate(curves) if curve]
         if measured:
             zipf = RangeSums(self.edges, self.counts, self.weights)
@@ -197,7 +200,7 @@ class Seen:
         self._lawful = np.flatnonzero(laws.position[table] >= 0)
         own = laws.position[table[self._lawful]]
         # Bucket by bucket, as arrays of that size stay in the processor's cache, and one sum after the other.
-        counts, drawn, found = laws.counts[:, own], draws[self._lawful], np.zeros(len(own))
+        counts, drawn, found = _columns(laws.counts, own), draws[self._lawful], np.zeros(len(own))
         self._counts, self._seen = counts, np.zeros_like(counts)
         for bucket, weights, ids in zip(self._seen, laws.weights, counts, strict=True):
             some = np.flatnonzero(ids)
@@ -223,9 +226,9 @@ class Seen:
 
     @cached_property
     def _sums(self) -> RangeSums:
-        seen = self._seen[:, self._by_row]
+        seen = _columns(self._seen, self._by_row)
         seen = seen if self._cold is None else seen * self._cold
-        return RangeSums(self._edges, self._counts[:, self._by_row], seen * self._within[self._by_row])
+        return RangeSums(self._edges, _columns(self._counts, self._by_row), seen * self._within[self._by_row])
 
     @cached_property
     def _column(self) -> Ints:
@@ -259,6 +262,11 @@ class Seen:
         column, low, high = self._column[line], np.minimum(r0, rows), np.minimum(r1, rows)
         law = self._sums.below(column, high) - self._sums.below(column, low)
         return np.where(column >= 0, law + spread(rows, hot_rows, r0, r1, 0.0, head), even)
+
+
+def _columns(values: Floats, which: Ints) -> Floats:
+    """Return columns of [B, L], without a copy if these are all columns."""
+    return values if np.array_equal(which, np.arange(values.shape[1])) else values[:, which]
 
 
 def spread(rows: Any, hot_rows: Any, r0: Any, r1: Any, cold: Any, head: Any) -> Floats:
