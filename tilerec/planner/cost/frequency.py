@@ -84,9 +84,10 @@ class FrequencyLaws:
         middle = np.where(full, _log(low + (high - low - 1.0) / 2.0), _log(low))
         middle[part] = _log((low + (self.counts - 1.0) / 2.0)[part])
         # Bucket by bucket, as arrays of that size stay in the processor's cache, and in the same order on every machine.
-        self.weights, total = np.empty_like(self.counts), np.zeros(len(which))
+        self.weights, total = np.zeros_like(self.counts), np.zeros(len(which))
         for weights, ids, each in zip(self.weights, self.counts, middle, strict=True):
-            weights[:] = exponential(-exponent * each)
+            some = np.flatnonzero(ids)
+            weights[some] = exponential(-exponent[some] * each[some])
             total += ids * weights
         self.weights /= total
         measured = [(i, curve) for i, curve in enumerate(curves) if curve]
