@@ -589,7 +589,9 @@ def test_cuts_of_some_tables_in_frequency_order_are_those_of_all_of_them() -> No
 
 
 @pytest.mark.parametrize("head", [0.0, 0.05])
-def test_cuts_in_frequency_order_do_not_depend_on_blocks_of_tables(monkeypatch: pytest.MonkeyPatch, head: float) -> None:
+def test_cuts_in_frequency_order_do_not_depend_on_blocks_of_tables(
+    monkeypatch: pytest.MonkeyPatch, head: float
+) -> None:
     works = [TableWork(f"t{i}", 1000 + i, 16, skew=Skew(500 + i, 0.6 + i / 4, ordered=True)) for i in range(7)]
     model, some, which = Model(Workload(works), Topology(8, "cpu")), np.array([0, 1, 4, 6]), np.array([0, 1, 3, 4])
     whole = RangesByFrequency(model, np.arange(7)).cuts(some, 4, head, which)

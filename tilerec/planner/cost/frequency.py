@@ -64,8 +64,7 @@ class FrequencyLaws:
     """Laws of some tables.
 
     edges: [B + 1] number of the first id of each bucket, from 1. counts: [B, L] ids. weights: [B, L] share of the reads
-    of one id. position: [T] column of a table; -1 without a law. tables, distinct: [L] the table of each column, and its
-    number of ids.
+    of one id. position: [T] column of a table; -1 without a law. tables, distinct: [L] the table of each column, its ids.
 
     Args:
         tables: T. which: [L] tables. distinct, exponent, curves: [L] of `Skew`.
@@ -83,7 +82,7 @@ class FrequencyLaws:
         full, part = self.counts == high - low, (self.counts > 0.0) & (self.counts < high - low)
         middle = np.where(full, _log(low + (high - low - 1.0) / 2.0), _log(low))
         middle[part] = _log((low + (self.counts - 1.0) / 2.0)[part])
-        # Bucket by bucket, as arrays of that size stay in the processor's cache, and in the same order on every machine.
+        # Bucket by bucket, as arrays of that size stay in the processor's cache, in the same order on every machine.
         self.weights, total = np.zeros_like(self.counts), np.zeros(len(which))
         for weights, ids, each in zip(self.weights, self.counts, middle, strict=True):
             some = np.flatnonzero(ids)
