@@ -199,7 +199,7 @@ def test_an_update_of_copies_sorts_what_all_ranks_send(work: TableWork, form: in
     model = model_of(work, topology=FOUR)
     found = model.replicas(ALL)
     assert int(found.form[0]) == form
-    own, everyone = one(model.own_distinct), one(model.all_distinct)
+    own, everyone = one(model.seen(1).whole), one(model.all_distinct)
     ids = {0: 4 * 35.0, 1: 4 * own, 2: everyone, 3: everyone}[form]
     assert one(found.ids) == pytest.approx(ids)
     assert one(found.bags) == pytest.approx(4 * 25.0 if form == 0 else ids)

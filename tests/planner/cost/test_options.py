@@ -588,6 +588,30 @@ def test_cuts_of_some_tables_in_frequency_order_are_those_of_all_of_them() -> No
         assert ranges.cuts(some, 4, 0.0, which).tolist() == alone.cuts(some, 4, 0.0, which).tolist()
 
 
+@pytest.mark.parametrize("head", [0.0, 0.05])
+def test_cuts_in_frequency_order_do_not_depend_on_blocks_of_tables(
+    monkeypatch: pytest.MonkeyPatch, head: float
+) -> None:
+    works = [TableWork(f"t{i}", 1000 + i, 16, skew=Skew(500 + i, 0.6 + i / 4, ordered=True)) for i in range(7)]
+    model, some, which = Model(Workload(works), Topology(8, "cpu")), np.array([0, 1, 4, 6]), np.array([0, 1, 3, 4])
+    whole = RangesByFrequency(model, np.arange(7)).cuts(some, 4, head, which)
+    monkeypatch.setattr("tilerec.planner.cost.cuts.BLOCK", 2)
+    assert RangesByFrequency(model, np.arange(7)).cuts(some, 4, head, which).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("head", [0.0, 0.2, 0.7])
+@pytest.mark.parametrize("distinct", [300, 1000])
+def test_shares_at_the_edges_of_buckets_are_those_of_rows(distinct: int, head: float) -> None:
+    """A head may end behind the last id that occurs."""
+    skew = Skew(distinct, 1.1, ordered=True)
+    model = Model(Workload([TableWork("t", 1000, 16, skew=skew, reads=[Reads(50)])]), Topology(8, "cpu"))
+    laws, first, line = model.workload.laws, np.array([int(1000 * head)]), np.array([0])
+    rows = np.append(np.clip(laws.edges - 1.0, first, max(distinct, int(first[0]))), 1000.0)[None]
+    reads, seen = laws.reads_at_edges(line, first), model.seen_by_feature.at_edges(line, first)
+    assert reads.tolist() == laws.reads(line[:, None], rows).tolist()
+    assert seen.tolist() == model.seen_by_feature.between(line[:, None], 0, rows).tolist()
+
+
 @pytest.mark.parametrize("pieces", [2, 5, 31])
 def test_row_cuts_share_what_travels(pieces: int) -> None:
     """Distinct ids where repeated ones travel once; every id else. No range is longer than memory allows."""

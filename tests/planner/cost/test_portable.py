@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilerec.planner.cost.portable import distinct_uniform, exponential, missed, power
+from tilerec.planner.cost.portable import Draws, distinct_uniform, exponential, missed, power
 
 
 @given(st.floats(0, 2), st.integers(0, 60))
@@ -63,6 +63,15 @@ def test_powers_with_exponents_of_few_bits_are_those_by_all_squares() -> None:
             square *= square
         expected *= np.where(exponent >> bit & 1, square, 1.0)
     assert power(base, exponent).tolist() == expected.tolist()
+
+
+def test_draws_that_are_kept_are_missed_with_the_bits_of_other_draws() -> None:
+    numbers = np.array([3.5, 0.0, 200.0, 1.0, 7.25, 0.5, 1e19, 64.0, 2.0**40 + 1])
+    draws = Draws(numbers)
+    for share in (np.linspace(0.0, 1.0, 9), np.linspace(1e-13, 1e-9, 9), 0.3):
+        assert draws.missed(share).tolist() == missed(share, numbers).tolist()
+    assert Draws(np.zeros(0)).missed(0.5).tolist() == []
+    assert Draws(np.zeros(2)).missed(0.5).tolist() == [1.0, 1.0]
 
 
 def test_powers_of_whole_exponents_begin_at_one() -> None:

@@ -417,7 +417,7 @@ def test_each_form_of_replicas_takes_the_seconds_of_its_own_steps(
     """Picking bags; or summing rows and reading them; or an all-reduce of everything; and reading what is told."""
     model = Model(Workload([work]), FOUR)
     found = model.replicas(np.array([0]))
-    own = float(model.own_distinct[0])
+    own = float(model.seen(1).whole[0])
     numbers = 4 * own if numbers is None else numbers
     gradients = 4 * 8 * own if gradients is None else gradients
     bags, ids = BAGS, BAGS * work.reads[0].ids_per_bag

@@ -5,6 +5,7 @@ Legend: T tables, n some tables, k pieces.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,10 @@ def heads_of(work: Workload, head: float, *, cached: bool = False) -> Ints:
     return np.where(work.ordered, first, np.minimum(rows, work.named))
 
 
+BLOCK = 512
+"""Tables whose levels are computed at a time: arrays of 10,000 tables are larger than the processor's caches."""
+
+
 class Levels(NamedTuple):
     """Where equal pieces of some tables in frequency order end, whatever their number.
 
@@ -54,14 +59,31 @@ class Levels(NamedTuple):
     density: Floats
     level: Floats
 
-    def knots_below(self, lines: Ints, wanted: Floats) -> Ints:
-        """Return [n, m] the last knots at or below levels `wanted` [m] of some of the tables."""
-        inner = self.level[:, 1:-1]
-        if len(lines) < len(inner):
-            inner = inner[lines]
-        if len(lines) < len(wanted):
-            return np.stack([np.searchsorted(own, wanted) for own in inner])
-        return np.stack([(inner < each).sum(1, dtype=np.int16) for each in wanted.tolist()], axis=1)
+    def cuts(self, line: Ints, pieces: int, which: Ints) -> Ints:
+        """Return [n, m] the first rows of some of so many pieces, as `RangesByFrequency.cuts`, for lines [n]."""
+        wanted = which / pieces
+        at = self._knots_below(line, wanted)
+        # Positions in the flat arrays: `take` needs a third of the time of two indices.
+        knot = line[:, None] * self.knots.shape[1] + at
+        rest = wanted - self.level.take(knot)
+        rest /= np.maximum(self.density.take(knot - line[:, None]), 1e-300)
+        low = self.knots.take(knot)
+        cut = low + np.clip(rest, 0.0, 1.0) * (self.knots.take(knot + 1) - low)
+        inner = np.floor(cut + 0.5).astype(np.int64)
+        first, ends = self.first[line], self.ends[line]
+        least = np.minimum(first + which, ends)
+        inner = np.minimum(np.maximum(inner, least), np.maximum(ends - pieces + which, least))
+        found: Ints = np.where(which == 0, first, np.where(which == pieces, ends, inner))
+        return found
+
+    def _knots_below(self, line: Ints, wanted: Floats) -> Ints:
+        """Return [n, m] the last knots below levels `wanted` [m], or the first one."""
+        level = self.level if len(line) == len(self.level) else self.level[line]
+        if len(line) < len(wanted):
+            found = np.stack([np.searchsorted(own[:-1], wanted) for own in level])
+        else:  # levels rise, so the first one that is not below it has its position
+            found = np.stack([(level < each).argmin(1) for each in wanted.tolist()], axis=1)
+        return np.maximum(found - 1, 0)
 
 
 class RangesByFrequency:
@@ -74,19 +96,23 @@ class RangesByFrequency:
         self.model, self.tables = model, tables
         self._levels: dict[tuple[float, bytes, bytes], Levels] = {}
         self._once: dict[tuple[int, float], bytes] = {}
-        self._cuts: dict[tuple[int, bytes], Ints] = {}
+        self._cuts: dict[tuple[int, bytes], tuple[Ints, Ints]] = {}  # tables and cuts
 
-    def levels(self, tables: Ints, pieces: int, head: float) -> tuple[Levels, Ints]:
-        """Return levels for so many pieces behind a head, and [n] the lines in them of some of the tables.
+    def levels(self, tables: Ints, pieces: int, head: float) -> Iterator[tuple[Levels, Ints]]:
+        """Yield levels for so many pieces behind a head, and the lines in them of some of the tables, block by block.
 
         Numbers of pieces with the same repeated ids have the same levels. Only large tables have heads.
         """
         every = tables if head else self.tables
         once = self._sent_once(pieces, head)
-        key = head, once, tables.tobytes() if head else b""
-        if key not in self._levels:
-            self._levels[key] = _levels(self.model, every, np.frombuffer(once, np.bool_), head)
-        return self._levels[key], np.searchsorted(every, tables)
+        for begin in range(0, len(every), BLOCK):
+            block = every[begin : begin + BLOCK]
+            some = tables[slice(*np.searchsorted(tables, (block[0], block[-1] + 1)))]
+            key = head, once, block.tobytes()
+            if key not in self._levels and len(some):
+                self._levels[key] = _levels(self.model, block, np.frombuffer(once, np.bool_), head)
+            if len(some):
+                yield self._levels[key], np.searchsorted(block, some)
 
     def _sent_once(self, pieces: int, head: float) -> bytes:
         """Return [F] features whose ids the owners of so many pieces behind a head send once each."""
@@ -106,28 +132,18 @@ class RangesByFrequency:
         """
         if head or len(tables) == 1:
             return self._computed_cuts(tables, pieces, head, which)
-        key = pieces, which.tobytes()
-        if key not in self._cuts:
-            # For all tables, as other options have the same ranges: those of a host, and each grid.
-            self._cuts[key] = self._computed_cuts(self.tables, pieces, head, which)
-        return self._cuts[key][np.searchsorted(self.tables, tables)]
+        # Other options have the same ranges, of some of the tables: those of a host, and each grid.
+        known, found = self._cuts.get((pieces, which.tobytes()), (tables[:0], which))
+        at = np.searchsorted(known, tables)
+        if len(known) < len(tables) or not np.array_equal(known[np.minimum(at, len(known) - 1)], tables):
+            found = self._computed_cuts(tables, pieces, head, which)
+            self._cuts[pieces, which.tobytes()] = tables, found
+            return found
+        return found[at]
 
     def _computed_cuts(self, tables: Ints, pieces: int, head: float, which: Ints) -> Ints:
-        levels, line = self.levels(tables, pieces, head)
-        wanted = which / pieces
-        at = levels.knots_below(line, wanted)
-        # Positions in the flat arrays: `take` needs a third of the time of two indices.
-        knot = line[:, None] * levels.knots.shape[1] + at
-        rest = wanted - levels.level.take(knot)
-        rest /= np.maximum(levels.density.take(knot - line[:, None]), 1e-300)
-        low = levels.knots.take(knot)
-        cut = low + np.clip(rest, 0.0, 1.0) * (levels.knots.take(knot + 1) - low)
-        inner = np.floor(cut + 0.5).astype(np.int64)
-        first, ends = levels.first[line], levels.ends[line]
-        least = np.minimum(first + which, ends)
-        inner = np.minimum(np.maximum(inner, least), np.maximum(ends - pieces + which, least))
-        found: Ints = np.where(which == 0, first, np.where(which == pieces, ends, inner))
-        return found
+        levels = self.levels(tables, pieces, head)
+        return np.concatenate([own.cuts(lines, pieces, which) for own, lines in levels])
 
 
 def row_cuts(
@@ -155,13 +171,12 @@ def _levels(model: Model, tables: Ints, once: Bools, head: float) -> Levels:
     work = model.workload
     first, ends = head_rows(work.rows[tables], head)[:, None], work.rows[tables][:, None]
     rows = (ends - first).astype(np.float64)
-    # Between these rows, ids are spread evenly.
-    law = work.laws.counts.sum(0)[work.laws.position[tables]][:, None]
-    edges = np.broadcast_to(work.laws.edges - 1.0, (len(tables), len(work.laws.edges)))
+    # Between the first ids of buckets, up to the last id that is read, ids are spread evenly.
+    law = work.laws.distinct[work.laws.position[tables]][:, None]
+    edges = np.clip(work.laws.edges - 1.0, first, np.maximum(law, first))
     # The knots of a table are adjacent in memory (`RangesByFrequency.cuts`).
-    knots = np.ascontiguousarray(np.clip(np.concatenate([edges, law, ends], axis=1), first, ends))
-    knots.sort(axis=1)
-    sent, held = _sent_below(model, tables, knots, once), (knots - first) / rows
+    knots = np.concatenate([edges, ends], axis=1)
+    sent, held = _sent_below(model, tables, first[:, 0], knots, once), (knots - first) / rows
     sent = (sent - sent[:, :1]) / np.maximum(1.0 - sent[:, :1], 1e-300)
     most = np.max(sent[:, 1:] / (1.0 - (1.0 - held[:, 1:]) / model.longest_range), axis=1)[:, None]
     most = np.maximum(most, 1e-300)
@@ -178,37 +193,52 @@ def distinct_below(model: Model, tables: Ints, rows: Any, once: Bools) -> Floats
     Args:
         once: [F] these features. A table without them has shares of 0.
     """
-    found, total = _below(model, tables, rows, once, np.zeros_like(once))
+
+    def distinct(feature: Ints) -> Floats:
+        return model.seen_by_feature.between(feature[:, None], 0, rows)
+
+    found, total = _below(model, tables, np.zeros(np.shape(rows)), once, np.zeros_like(once), distinct)
     return found / np.maximum(total, 1e-300)
 
 
-def _sent_below(model: Model, tables: Ints, rows: Any, once: Bools) -> Floats:
-    """Return [n, m] shares below rows [n, m] of the ids that travel; of the rows in a table that is not read."""
-    found, total = _below(model, tables, rows, once, ~once)
-    even = rows / model.workload.rows[tables][:, None]
+def _sent_below(model: Model, tables: Ints, first: Ints, knots: Floats, once: Bools) -> Floats:
+    """Return [n, m] shares below knots [n, m] of the ids that travel; of the rows in a table that is not read."""
+
+    def distinct(feature: Ints) -> Floats:
+        return model.seen_by_feature.at_edges(feature, first)
+
+    share = np.zeros(knots.shape) if once.all() else model.workload.laws.reads_at_edges(tables, first)
+    found, total = _below(model, tables, share, once, ~once, distinct)
+    if (total > 0.0).all():
+        return found / total
+    even = knots / model.workload.rows[tables][:, None]
     return np.where(total > 0.0, found / np.maximum(total, 1e-300), even)
 
 
-def _below(model: Model, tables: Ints, rows: Any, once: Bools, each: Bools) -> tuple[Floats, Floats]:
-    """Return [n, m] ids below rows [n, m], and [n, 1] all ids: distinct ones of features `once`, all of `each`."""
+def _below(
+    model: Model, tables: Ints, share: Floats, once: Bools, each: Bools, distinct: Callable[[Ints], Floats]
+) -> tuple[Floats, Floats]:
+    """Return [n, m] ids below some rows, and [n, 1] all ids: distinct ones of features `once`, all of `each`.
+
+    Args:
+        share: [n, m] of all ids. distinct: from features [n] to their distinct ids [n, m].
+    """
     work = model.workload
-    found, total = np.zeros(np.shape(rows)), np.zeros((len(tables), 1))
-    share = work.share(tables[:, None], 0, rows) if each.any() else found
+    found, total = np.zeros(share.shape), np.zeros((len(tables), 1))
     for features in work.turns:
         of_table = np.full(len(work.names), -1, np.int64)
         of_table[work.table[features]] = features
-        feature = of_table[tables][:, None]
+        feature = of_table[tables]
         here = feature >= 0
         used = here & each[feature]
         if used.any():
-            ids = (work.bags * work.ids_per_bag)[feature]
-            found += np.where(used, ids * share, 0.0)
-            total += np.where(used, ids, 0.0)
+            ids = np.where(used, (work.bags * work.ids_per_bag)[feature], 0.0)[:, None]
+            found += ids * share
+            total += ids
         used = here & once[feature]
         if used.any():
-            seen = model.seen_by_feature
-            found += np.where(used, seen.between(feature, 0, rows), 0.0)
-            total += np.where(used, seen.whole[feature], 0.0)
+            found += np.where(used[:, None], distinct(feature), 0.0)
+            total += np.where(used, model.seen_by_feature.whole[feature], 0.0)[:, None]
     return found, total
 
 

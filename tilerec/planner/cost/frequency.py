@@ -64,14 +64,14 @@ class FrequencyLaws:
     """Laws of some tables.
 
     edges: [B + 1] number of the first id of each bucket, from 1. counts: [B, L] ids. weights: [B, L] share of the reads
-    of one id. position: [T] column of a table; -1 without a law. tables: [L] the table of each column.
+    of one id. position: [T] column of a table; -1 without a law. tables, distinct: [L] the table of each column, its ids.
 
     Args:
         tables: T. which: [L] tables. distinct, exponent, curves: [L] of `Skew`.
     """
 
     def __init__(self, tables: int, which: Ints, distinct: Floats, exponent: Floats, curves: Sequence[Curve]) -> None:
-        self.tables = which
+        self.tables, self.distinct = which, distinct
         self.position = np.full(tables, -1, np.int64)
         self.position[which] = np.arange(len(which))
         most = float(distinct.max()) if len(which) else 1.0
@@ -82,10 +82,13 @@ class FrequencyLaws:
         full, part = self.counts == high - low, (self.counts > 0.0) & (self.counts < high - low)
         middle = np.where(full, _log(low + (high - low - 1.0) / 2.0), _log(low))
         middle[part] = _log((low + (self.counts - 1.0) / 2.0)[part])
-        # Bucket by bucket, as arrays of that size stay in the processor's cache.
-        weights = np.stack([exponential(-exponent * each) for each in middle])
-        # Python's `sum` adds bucket after bucket, in the same order on every machine.
-        self.weights = weights / sum(self.counts * weights)
+        # Bucket by bucket, as arrays of that size stay in the processor's cache, in the same order on every machine.
+        self.weights, total = np.zeros_like(self.counts), np.zeros(len(which))
+        for weights, ids, each in zip(self.weights, self.counts, middle, strict=True):
+            some = np.flatnonzero(ids)
+            weights[some] = exponential(-exponent[some] * each[some])
+            total += ids * weights
+        self.weights /= total
         measured = [(i, curve) for i, curve in enumerate(curves) if curve]
         if measured:
             zipf = RangeSums(self.edges, self.counts, self.weights)
@@ -119,6 +122,10 @@ class FrequencyLaws:
     def places(self, table: Ints, row: Any) -> Places:
         """Return the places of rows of tables with ids numbered by frequency. Arguments broadcast."""
         return self._reads.places(self.position[table], row)
+
+    def reads_at_edges(self, table: Ints, first: Ints) -> Floats:
+        """Return [n, B + 2] the share of ids below the rows of `RangeSums.at_edges`."""
+        return self._reads.at_edges(self.position[table], first)
 
     def reads_below(self, table: Ints, places: Places) -> Floats:
         """Return the share of ids below places, for ids numbered by frequency. Arguments broadcast."""
@@ -160,6 +167,15 @@ class RangeSums:
         found: Floats = self.sums.take(own + bucket) + inside * self.each.take(np.asarray(line) * last + bucket)
         return found
 
+    def at_edges(self, line: Ints, first: Ints) -> Floats:
+        """Return [n, B + 2] the sums over the ids below the first one of each bucket, and over all ids.
+
+        Args:
+            line, first: [n] lines, and numbers of ids that all sums contain.
+        """
+        found = np.concatenate([self.sums[line], self.sums[line, -1:]], axis=1)
+        return np.maximum(found, self.below(line, first)[:, None], out=found) if first.any() else found
+
     def below(self, line: Ints, row: Any) -> Floats:
         """Return the sums over rows [0, row). Arguments broadcast."""
         return self.at(line, self.places(line, row))
@@ -183,19 +199,18 @@ class Seen:
         self._laws, self._table = laws, table
         self._lawful = np.flatnonzero(laws.position[table] >= 0)
         own = laws.position[table[self._lawful]]
-        # Bucket by bucket, as arrays of that size stay in the processor's cache.
-        counts, drawn = laws.counts[:, own], draws[self._lawful]
-        self._seen = np.zeros_like(counts)
+        # Bucket by bucket, as arrays of that size stay in the processor's cache, and one sum after the other.
+        counts, drawn, found = _columns(laws.counts, own), draws[self._lawful], np.zeros(len(own))
+        self._counts, self._seen = counts, np.zeros_like(counts)
         for bucket, weights, ids in zip(self._seen, laws.weights, counts, strict=True):
             some = np.flatnonzero(ids)
             bucket[some] = 1.0 - missed(weights[own[some]], drawn[some])
-        found: Floats = np.asarray(sum(counts * self._seen))
+            found += ids * bucket
         self.whole[self._lawful] = np.minimum(found, drawn)
         self._within = self.whole[self._lawful] / np.maximum(found, 1e-300)
-        self._by_row = by_row = np.flatnonzero(ordered[table[self._lawful]])
-        self._ordered = self._lawful[by_row]
-        self._counts = counts[:, by_row]
-        self._each = self._seen[:, by_row] * self._within[by_row]
+        self._by_row = np.flatnonzero(ordered[table[self._lawful]])
+        self._ordered = self._lawful[self._by_row]
+        self._cold: Floats | None = None
 
     def with_hot(self, hot: HotReads) -> Seen:
         """Return the same for tables with heads."""
@@ -206,13 +221,14 @@ class Seen:
         found._head = self.whole * (found._hot_rows / self._rows)
         found._head[self._lawful] = np.asarray(sum(hot.inside[:, own] * self._seen)) * self._within
         if len(self._by_row):
-            cold = self._seen[:, self._by_row] * hot.cold(laws)[:, own[self._by_row]]
-            found._each = cold * self._within[self._by_row]
+            found._cold = hot.cold(laws)[:, own[self._by_row]]
         return found
 
     @cached_property
     def _sums(self) -> RangeSums:
-        return RangeSums(self._edges, self._counts, self._each)
+        seen = _columns(self._seen, self._by_row)
+        seen = seen if self._cold is None else seen * self._cold
+        return RangeSums(self._edges, _columns(self._counts, self._by_row), seen * self._within[self._by_row])
 
     @cached_property
     def _column(self) -> Ints:
@@ -220,6 +236,10 @@ class Seen:
         found = np.full(len(self.whole), -1, np.int64)
         found[self._ordered] = np.arange(len(self._ordered))
         return found
+
+    def at_edges(self, line: Ints, first: Ints) -> Floats:
+        """Return [n, B + 2] the expected distinct rows below those of `RangeSums.at_edges`, of lines as in `below`."""
+        return self._sums.at_edges(self._column[line], first)
 
     def below(self, line: Ints, places: Places) -> Floats:
         """Return the expected distinct rows below places, of lines with ordered ids. Arguments broadcast."""
@@ -242,6 +262,11 @@ class Seen:
         column, low, high = self._column[line], np.minimum(r0, rows), np.minimum(r1, rows)
         law = self._sums.below(column, high) - self._sums.below(column, low)
         return np.where(column >= 0, law + spread(rows, hot_rows, r0, r1, 0.0, head), even)
+
+
+def _columns(values: Floats, which: Ints) -> Floats:
+    """Return columns of [B, L], without a copy if these are all columns."""
+    return values if np.array_equal(which, np.arange(values.shape[1])) else values[:, which]
 
 
 def spread(rows: Any, hot_rows: Any, r0: Any, r1: Any, cold: Any, head: Any) -> Floats:

@@ -62,8 +62,8 @@ FILE_BYTES = 12288  # of a record that takes twice the time of a short one (docs
 class Model:
     """A workload on a topology.
 
-    depth: batches whose ids are routed ahead. own_distinct, all_distinct: [T] distinct rows of one rank's batch, and of
-    all batches. resident: see above. again: [T] part of a step's distinct rows that the step before has read as well.
+    depth: batches whose ids are routed ahead. all_distinct: [T] distinct rows of all batches. resident: see above.
+    again: [T] part of a step's distinct rows that the step before has read as well.
 
     Args:
         beside: tables of the model outside the workload, which use the same processor caches.
@@ -88,7 +88,6 @@ class Model:
         self._seen: dict[float, Seen] = {}
         self._with_heads: dict[bytes, Model] = {}
         self._plain: Model | None = None  # of a model with heads: the one without
-        self.own_distinct = self.seen(1).whole
         self.all_distinct = self.seen(self.ranks).whole
         per_rank = _touched(workload, self.all_distinct) / self.ranks
         if beside is not None:

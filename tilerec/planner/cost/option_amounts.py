@@ -152,9 +152,12 @@ class OptionAmounts:
         """Record whether tables t pay a charge under option o."""
         self.uses[t, o, CHARGES.index(charge)] = used
 
-    def unknown(self, o: int, t: Ints) -> Bools:
-        """Return [n] tables whose traffic is spread over the pieces of option o in a way that a bound does not know."""
-        return self.work.ordered[t] & (self.lower and self.options[o].ranges > 1)
+    def unknown(self, o: int, t: Ints) -> Bools | np.bool_:
+        """Return [n] tables whose traffic is spread over the pieces of option o in a way that a bound does not know.
+
+        A single False if there are none.
+        """
+        return self.work.ordered[t] if self.lower and self.options[o].ranges > 1 else np.False_
 
     def put(self, to: Ints, o: int, t: Ints, stage: str, seconds: Any, *, at_home: bool = True) -> int:
         """Add seconds to one of the arrays, in whole picoseconds, and return their sum.
@@ -185,7 +188,8 @@ class OptionAmounts:
         # If traffic is not spread like rows, it is unknown how much of it the owner saves as a home.
         each = np.where(self.unknown(o, t), sides.whole[host], sides.own[host])
         stage = self._put_link("cost", o, t, name, count * each, network)
-        self.put(self.fixed, o, t, stage, fixed * count * each)
+        if np.any(fixed):
+            self.put(self.fixed, o, t, stage, fixed * count * each)
 
     def put_home_bytes(self, o: int, t: Ints, name: str, count: Floats, *, network: bool = False) -> None:
         """Add the exchange of `count` bytes between a home and all owners."""

@@ -32,12 +32,13 @@ class Rates:
             self._curves[name] = rates, np.diff(rates, append=0.0) / np.diff(self.widths, append=1.0)
         widths, (rates, slopes) = self.widths, self._curves[name]
         width = np.maximum(np.asarray(width, np.float64), widths[0])
-        at = np.zeros(width.shape, np.int8)  # the widths below; faster than a binary search among so few
+        at: Any = np.zeros(width.shape, np.int8)  # the widths below; faster than a binary search among so few
         for edge in widths[1:].tolist():
             at += width > edge
-        inside = rates.take(at) + (width - widths.take(at)) * slopes.take(at)
-        found: Floats = np.where(width > widths[-1], rates[-1] / widths[-1] * width, inside)
-        return found
+        at = at.astype(np.intp)  # else each `take` converts them
+        found: Floats = rates.take(at) + (width - widths.take(at)) * slopes.take(at)
+        beyond = width > widths[-1]
+        return np.where(beyond, rates[-1] / widths[-1] * width, found) if beyond.any() else found
 
     def lookup(self, ids: Any, far: Any, bags: Any, width: Any, element: Any) -> Floats:
         """Return seconds to read `ids` rows, `far` of them from memory, and to write `bags` sums.

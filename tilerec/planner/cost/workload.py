@@ -26,7 +26,7 @@ from tilerec.comms.codec import codec
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.frequency import Curve, FrequencyLaws, Places, RangeSums, Seen, curve_problem, spread
 from tilerec.planner.cost.hot_reads import HotReads
-from tilerec.planner.cost.portable import Floats, missed
+from tilerec.planner.cost.portable import Draws, Floats
 from tilerec.spec.hot_rows import MOST_HOT_ROWS
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import Wire
@@ -307,10 +307,7 @@ class Workload:
 
     def per_table(self, per_feature: Floats) -> Floats:
         """Return [T] sums over the features of each table, in their order."""
-        total = np.zeros(len(self.tables))
-        for features in self.turns:
-            total[self.table[features]] += per_feature[features]
-        return total
+        return np.bincount(self.table, per_feature, len(self.tables)).astype(np.float64, copy=False)
 
     def present(self, share: Any, distinct: Floats | None = None, part: Any = 1.0) -> tuple[Floats, Floats, Floats]:
         """Return [T] counts of a home's batch for a range with a `share` [T] of the traffic.
@@ -323,7 +320,7 @@ class Workload:
             part: [T] share of the range in these.
         """
         share = np.broadcast_to(np.asarray(share, np.float64), (len(self.tables),))[self.table]
-        bags = self.bags * (1.0 - missed(share, self.ids_per_bag))
+        bags = self.bags * (1.0 - self.draws.missed(share))
         ids = self.bags * self.ids_per_bag * share
         if distinct is not None:
             part = np.broadcast_to(np.asarray(part, np.float64), (len(self.tables),))[self.table]
@@ -347,11 +344,16 @@ class Workload:
             np.where(
                 once >= 0.0,
                 once * np.minimum(own_once * n, 1.0),
-                self.bags * (1.0 - missed(np.minimum(own * n, 1.0), self.ids_per_bag)),
+                self.bags * (1.0 - self.draws.missed(np.minimum(own * n, 1.0))),
             )
             for n in (1.0, members)
         )
         return self.per_table(np.where(union - bags > 0.5, bags, 0.0))
+
+    @cached_property
+    def draws(self) -> Draws:
+        """[F] ids of a bag."""
+        return Draws(self.ids_per_bag)
 
     @cached_property
     def laws(self) -> FrequencyLaws:
@@ -427,7 +429,9 @@ class Workload:
         even = (np.asarray(r1, np.float64) - r0) / rows
         if not np.any(self.ordered[table]):
             return even
-        law = self.laws.reads(table, r1) - self.laws.reads(table, r0)
+        law = self.laws.reads(table, r1)
+        if np.any(r0):
+            law = law - self.laws.reads(table, r0)
         return np.where(self.ordered[table], law, even)
 
     def reads_below(self, table: Ints, places: Places) -> Floats:

@@ -113,6 +113,7 @@ class Boxes:
             first[twins] = twins[0]
         self.mass = [np.ascontiguousarray(relaxed.stage_totals[:, :, s]) for s in first.tolist()]
         self.own = [np.where(uniform, 0, pieces[s]) for s in stages]
+        self.own_by_option = [np.ascontiguousarray(own.T) for own in self.own]  # [O, T]: minima over O need a third
         self.off = []  # [T, O] rank-ps of an option that all ranks have in common, beyond its average
         for s in stages:
             alike = relaxed.least_home[:, :, s] + np.where(uniform, pieces[s], 0)
@@ -182,8 +183,9 @@ class Boxes:
 
     def _tight(self, allowed: Bools, low: Ints) -> Ints:
         """Return [S] ps, raised to the smallest piece of the table whose smallest piece is largest."""
-        at_least = [int(np.where(allowed, own, NEVER).min(1, initial=NEVER).max(initial=0)) for own in self.own]
-        return np.maximum(low, at_least)
+        there = np.ascontiguousarray(allowed.T)
+        smallest = (np.where(there, own, NEVER).min(0, initial=NEVER) for own in self.own_by_option)
+        return np.maximum(low, [int(own.max(initial=0)) for own in smallest])
 
     def _judged(self, box: _Box, work: Work) -> _Box | None:
         """Return the box with the best weights and prices found; None if none of its options fit into memory."""

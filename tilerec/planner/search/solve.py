@@ -23,7 +23,7 @@ instance gives the same plan on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -159,14 +159,13 @@ class _Search:
         proof = self.relaxed.impossible()
         if proof is not None:
             return _nothing(Status.NONE_EXISTS, proof)
-        kinds = kinds_of(self.relaxed)
+        kinds = self.kinds
         wide = max(kinds, key=lambda some: int(some.usable.sum()), default=None)
         self.bound = kinds[0].bound(self.relaxed) if kinds else 0
         complete = self._enumerate(self.whole // 4)
         if not complete:
-            boxes = Boxes(self.relaxed, kinds, self.relaxed.memory)
             if wide is not None:
-                self._start(kinds, wide, boxes)
+                self._start(wide)
             if not self.any and (self.harder or not self.middling):
                 self._rebuild()
                 complete = self._enumerate(self.whole // 2)
@@ -180,10 +179,20 @@ class _Search:
             self.bound = best.cost
         elif self.prove and best.cost > self.bound + self.bound // NEAR_PART:
             work = self.work.part(self.whole // (12 if self.good else 2 if self.middling else 4))
-            self.bound = max(self.bound, boxes.search(best.cost, work))
+            self.bound = max(self.bound, self.boxes.search(best.cost, work))
         others = tuple(one for one in self.found if one.cost > best.cost)
         found = evaluate(self.instance, best.option, best.places, best.rows, min(self.bound, best.cost))
         return replace(found, others=others)
+
+    @cached_property
+    def kinds(self) -> list[Kinds]:
+        """The sets of fixed charges."""
+        return kinds_of(self.relaxed)
+
+    @cached_property
+    def boxes(self) -> Boxes:
+        """The boxes of all options; a large search without a proof needs none."""
+        return Boxes(self.relaxed, self.kinds, self.relaxed.memory)
 
     @property
     def cost(self) -> int:
@@ -198,7 +207,7 @@ class _Search:
             near = LARGE_GOOD_PART
         return self.cost <= self.bound + self.bound // near or (self.any and self.best is not None)
 
-    def _start(self, kinds: Sequence[Kinds], wide: Kinds, boxes: Boxes) -> None:
+    def _start(self, wide: Kinds) -> None:
         """Choose and pack options, from coarse to fine, until further attempts gain nothing.
 
         Args:
@@ -209,7 +218,7 @@ class _Search:
         tight = self.large and self.relaxed.is_tight(wide.dual.option)
         for head, divisible in LARGE_TIGHT_HEADS if tight else self.heads:
             packed, before = False, self.cost
-            for choice in self._choices(wide, boxes, head, divisible, work):
+            for choice in self._choices(wide, head, divisible, work):
                 if self._in_vain(choice):
                     return
                 if choice.option.tobytes() in self.seen or choice.average >= self.cost:
@@ -227,7 +236,7 @@ class _Search:
             if idle == IDLE_ATTEMPTS or work.over:
                 break
         if self.starts and not self.good and not self.large:
-            self._of_one_width(kinds, work)
+            self._of_one_width(work)
             self._mix()
 
     def _in_vain(self, choice: Choice) -> bool:
@@ -235,7 +244,7 @@ class _Search:
         saved = self.average - choice.average
         return self.large and 0 <= saved * COARSER_PART < self.cost - self.average
 
-    def _of_one_width(self, kinds: Sequence[Kinds], work: Work) -> None:
+    def _of_one_width(self, work: Work) -> None:
         """Pack all tables on single ranks, then all on whole hosts.
 
         Few tables of both kinds on the same ranks cannot be spread evenly.
@@ -244,7 +253,7 @@ class _Search:
         for some in (width > 1, width == 1):
             alike = self.relaxed.usable & some
             alike = np.where(alike.any(1, keepdims=True), alike, self.relaxed.usable)
-            paid = [replace(each, usable=each.usable & alike) for each in kinds]
+            paid = [replace(each, usable=each.usable & alike) for each in self.kinds]
             paid = [each for each in paid if each.usable.any(1).all()][:CHARGE_SETS_TRIED]
             choices = (choose(self.relaxed, each, 4, 1, 0, work) for each in paid)
             found = min((c for c in choices if c is not None), key=lambda c: c.expected, default=None)
@@ -252,16 +261,16 @@ class _Search:
                 self.seen.add(found.option.tobytes())
                 self._try(found, work, False)
 
-    def _choices(self, wide: Kinds, boxes: Boxes, head: int, divisible: bool, work: Work) -> Iterator[Choice]:
+    def _choices(self, wide: Kinds, head: int, divisible: bool, work: Work) -> Iterator[Choice]:
         """Yield options of the least expected cost, each easier to fit into memory, until one has been packed."""
         relaxed, tried, third = self.relaxed, len(self.starts), work.left // 3
         for thrift, slack in LADDER:
             if not self.boxed and not self.any and not self.middling and not divisible:
                 self.boxed = True
                 # Without a proof fewer choices are packed, and an eighth of the whole would leave too little for them.
-                bound = boxes.search(self.cost, work.part(self.whole // (8 if self.prove else 32)), True)
+                bound = self.boxes.search(self.cost, work.part(self.whole // (8 if self.prove else 32)), True)
                 self.bound = max(self.bound, bound)
-                yield from boxes.found[:BOX_CHOICES_PACKED]
+                yield from self.boxes.found[:BOX_CHOICES_PACKED]
             if len(self.starts) == tried:
                 choice = choose(relaxed, wide, head, thrift, slack, work, divisible)
                 if choice is not None:
