@@ -12,7 +12,6 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from tilerec.errors import ConfigError
 
@@ -42,26 +41,19 @@ class FileKind:
         """Return True if a file is of this kind, has no content, or is a pipe or a device. Raises `OSError`."""
         if not os.path.isfile(path) or not os.path.getsize(path):
             return True
+        if not self.head:
+            return _parquet_mark(path) == self.command.encode()
         with open(path, "rb") as file:
-            if self.head:
-                return re.match(self.head, file.read(_HEAD_BYTES), re.DOTALL) is not None
-            return _entry(_MARK) + _entry(self.command.encode()) in _parquet_footer(file)
+            return re.match(self.head, file.read(_HEAD_BYTES), re.DOTALL) is not None
 
 
-def _entry(text: bytes) -> bytes:
-    """Return a string as it is in a Parquet footer: the type, the length (below 128), the bytes."""
-    return bytes([0x18, len(text)]) + text
+def _parquet_mark(path: str | Path) -> bytes | None:
+    from pyarrow import ArrowInvalid, parquet  # commands that write no Parquet start without it
 
-
-def _parquet_footer(file: BinaryIO) -> bytes:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 8))
-    end = file.read()
-    length = int.from_bytes(end[:4], "little")
-    if end[4:] != b"PAR1" or length > size - 8:
-        return b""
-    file.seek(size - 8 - length)
-    return file.read(length)
+    try:
+        return (parquet.read_metadata(path).metadata or {}).get(_MARK)
+    except ArrowInvalid:
+        return None
 
 
 def check_kind(option: str, out: str | Path, kind: FileKind | None) -> None:
