@@ -66,6 +66,14 @@ def test_the_gradient_of_the_dots_equals_that_of_plain_torch(contiguous: bool) -
     torch.testing.assert_close(left.grad, right.grad)
 
 
+def test_a_step_saves_each_vector_once() -> None:
+    saved: list[int] = []
+    dense, embedded = (t.requires_grad_() for t in features(3, 2, 4))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        dot_interaction(dense, embedded)
+    assert saved == [dense.numel() + embedded.numel()]
+
+
 def test_each_input_has_the_gradient_of_its_own_dtype() -> None:
     dense, embedded = (t.to(dtype).requires_grad_() for t, dtype in zip(features(3, 2, 4), DTYPES, strict=True))
     out = dot_interaction(dense, embedded)

@@ -97,24 +97,31 @@ def _gradients(grad_BK: torch.Tensor, x_BnD: torch.Tensor) -> tuple[torch.Tensor
     return dense_BD, torch.bmm(s_Bnn[:, 1:], x_BnD)
 
 
-class _DotInteraction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
-        x_BnD = _joined(dense_BD, sparse_BFD)
-        ctx.save_for_backward(dense_BD, sparse_BFD, x_BnD)
-        return _with_pair_dots(dense_BD, x_BnD)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dense_BD, sparse_BFD, x_BnD = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for second derivatives: the saved X has no history
-            x_BnD = torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
-        return _gradients(grads[0], x_BnD)
-
-
 def _interacted(dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x_BnD = _joined(dense_BD, sparse_BFD)
     return _with_pair_dots(dense_BD, x_BnD), x_BnD
+
+
+class _DotInteraction(torch.autograd.Function):
+    """Returns X, too: saved as an output it has a history, which second derivatives need."""
+
+    @staticmethod
+    def forward(ctx: Any, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        out_BK, x_BnD = _interacted(dense_BD, sparse_BFD)
+        ctx.save_for_backward(x_BnD)
+        return out_BK, x_BnD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        of_out_BK, of_x_BnD = grads
+        (x_BnD,) = ctx.saved_tensors
+        if of_out_BK is None:
+            return (None, None) if of_x_BnD is None else (of_x_BnD[:, 0], of_x_BnD[:, 1:])
+        dense_BD, sparse_BFD = _gradients(of_out_BK, x_BnD)
+        if of_x_BnD is not None:
+            return dense_BD + of_x_BnD[:, 0], sparse_BFD + of_x_BnD[:, 1:]
+        return dense_BD, sparse_BFD
 
 
 def _fake_interacted(dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,7 +185,7 @@ def dot_interaction(dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.T
     if torch.compiler.is_compiling() and on_cpu:
         out_BK: torch.Tensor = torch.ops.tilerec.dot_interaction(dense_BD, sparse_BFD)[0]
     else:
-        out_BK = _DotInteraction.apply(dense_BD, sparse_BFD)
+        out_BK, _ = _DotInteraction.apply(dense_BD, sparse_BFD)
     return out_BK
 
 
