@@ -64,7 +64,7 @@ class FrequencyLaws:
     """Laws of some tables.
 
     edges: [B + 1] number of the first id of each bucket, from 1. counts: [B, L] ids. weights: [B, L] share of the reads
-    of one id. position: [T] column of a table; -1 without a law. tables, distinct: [L] the table of each column, its ids.
+    of one id. position: [T] column of a table; -1 without a law. tables, distinct: [L] its table and its ids.
 
     Args:
         tables: T. which: [L] tables. distinct, exponent, curves: [L] of `Skew`.
