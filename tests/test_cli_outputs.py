@@ -59,6 +59,18 @@ def _bytes_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def _refused(made: Path, here: Path, monkeypatch: pytest.MonkeyPatch, arguments: str) -> str:
+    """Run a command that fails in a copy of the folder; raise if it changes a file. Returns what it prints."""
+    run = here / LOG / "run.toml"
+    run.write_text(run.read_text().replace(str(made), str(here)))
+    monkeypatch.chdir(here)
+    before = _bytes_of(here)
+    result = CliRunner(env={"COLUMNS": "2000", "TERM": "dumb"}).invoke(app, arguments.format(log=LOG).split())
+    assert result.exit_code == 1, result.output
+    assert _bytes_of(here) == before
+    return result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,15 +129,9 @@ def test_a_command_keeps_its_inputs(
 ) -> None:
     here = tmp_path / "work"
     shutil.copytree(made, here, symlinks=True)
-    run = here / LOG / "run.toml"
-    run.write_text(run.read_text().replace(str(made), str(here)))
-    monkeypatch.chdir(here)
-    before = _bytes_of(here)
-    result = CliRunner(env={"COLUMNS": "2000", "TERM": "dumb"}).invoke(app, arguments.format(log=LOG).split())
-    assert result.exit_code == 1, result.output
-    assert message in result.output
-    assert "expected a path apart from the inputs" in result.output
-    assert _bytes_of(here) == before
+    output = _refused(made, here, monkeypatch, arguments)
+    assert message in output
+    assert "expected a path apart from the inputs" in output
 
 
 @pytest.mark.parametrize(
@@ -162,14 +168,8 @@ def test_a_command_keeps_a_file_that_it_has_not_written(
     (here / "served").mkdir()
     for name in ("other.txt", "other.parquet", "program.py", "served/model.safetensors"):
         (here / name).write_text("of another program")
-    run = here / LOG / "run.toml"
-    run.write_text(run.read_text().replace(str(made), str(here)))
-    monkeypatch.chdir(here)
-    before = _bytes_of(here)
-    result = CliRunner(env={"COLUMNS": "2000", "TERM": "dumb"}).invoke(app, arguments.format(log=LOG).split())
-    assert result.exit_code == 1, result.output
-    assert "expected a new" in result.output
-    assert _bytes_of(here) == before
+    output = _refused(made, here, monkeypatch, arguments)
+    assert "expected a new" in output
 
 
 @pytest.mark.parametrize(

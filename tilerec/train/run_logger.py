@@ -89,9 +89,9 @@ class JsonLines(Watcher):
 
     def __init__(self, folder: Path, resumed_at: int = 0) -> None:
         path = folder / "metrics.jsonl"
-        kept = _events_until(path, resumed_at) if resumed_at else {}
-        write_file(path, "".join(kept), "Logs")
-        self.last_steps: dict[Any, int] = {event.get("kind"): event["step"] for event in kept.values()}
+        kept = _events_until(path, resumed_at) if resumed_at else []
+        write_file(path, "".join(line for line, _ in kept), "Logs")
+        self.last_steps: dict[Any, int] = {event.get("kind"): event["step"] for _, event in kept}
         self._file = path.open("a", encoding="utf-8")
 
     def record(self, event: Event) -> None:
@@ -267,16 +267,16 @@ class _Steps(ProgressColumn):
         return Text(done if task.total is None else f"{done}/{task.total:,.0f}", style="progress.download")
 
 
-def _events_until(path: Path, step: int) -> dict[str, dict[str, Any]]:
-    """Return the events of a log file up to a step by their lines, without a line that a stopped process began."""
-    kept = {}
+def _events_until(path: Path, step: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return the lines and events of a log file up to a step, without a line that a stopped process began."""
+    kept = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             event = json.loads(line)
         except ValueError:
             continue
         if isinstance(event, dict) and event.get("step", step + 1) <= step:
-            kept[line + "\n"] = event
+            kept.append((line + "\n", event))
     return kept
 
 

@@ -314,7 +314,7 @@ class _PooledLookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         weights, sinks, ticket = ctx.leaves
         ids, offsets, sample_weights = ctx.saved_tensors
-        grad = grads[0]  # of any strides: the ops copy a slice; a copy in a traced program would ask for its sizes
+        grad = grads[0]  # of any strides: the ops copy a slice; a copy in a traced program would check its sizes
         sample_grad = None
         if sample_weights is not None and ctx.needs_input_grad[3]:
             if ctx.location is None:
@@ -365,7 +365,7 @@ class _SequenceLookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         weights, sinks, ticket = ctx.leaves
         ids, starts = ctx.saved_tensors
-        grad = grads[0]  # of any strides: the ops copy a slice; a copy in a traced program would ask for its sizes
+        grad = grads[0]  # of any strides: the ops copy a slice; a copy in a traced program would check its sizes
         weight_grads: list[Tensor | None] = [None] * len(weights)
         used = set(ctx.tables)
         wanted = [want and t in used for t, want in enumerate(ctx.needs_input_grad[_SEQUENCE:])]
