@@ -255,11 +255,9 @@ class ParameterConstraints:
                     value = ParameterSharding(ShardingType.EXPLICIT, tiling=value)
                 value = value.to_json()
             elif name == "skew":
-                value = {
-                    f.name: getattr(value, f.name)
-                    for f in fields(value)
-                    if f.name not in ("curve", "hot") or getattr(value, f.name)
-                }
+                value = {f.name: getattr(value, f.name) for f in fields(value)}
+                lists = {name: list(value.pop(name)) for name in ("curve", "hot")}
+                value |= {name: numbers for name, numbers in lists.items() if numbers}
             out[name] = list(value) if isinstance(value, tuple) else value
         return out
 

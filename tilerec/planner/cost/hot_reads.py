@@ -65,7 +65,7 @@ def _in_buckets(work: Workload, t: int, ids: npt.NDArray[np.int64]) -> Floats:
     ranks, unknown = ids, 0
     if not skew.ordered:
         order = work.hot_order(t)
-        names = np.asarray(skew.hot, np.int64)[order]
+        names = np.asarray(skew.hot)[order]
         at = np.minimum(np.searchsorted(names, ids), len(names) - 1)
         known = names[at] == ids
         ranks, unknown = order[at[known]], int((~known).sum())

@@ -97,7 +97,7 @@ def _hot_rows(model: Model, table: int, option: Option) -> HotRows:
     work = model.workload.tables[table]
     assert work.skew is not None
     rows = int(heads_of(model.workload, option.head, cached=option.cached)[table])
-    return HotRows(np.arange(rows) if work.skew.ordered else np.array(work.skew.hot[:rows], np.int64))
+    return HotRows(np.arange(rows) if work.skew.ordered else np.asarray(work.skew.hot)[:rows])
 
 
 def _beside(hot: HotRows | None, ranks: int, made: ParameterSharding, work: TableWork) -> ParameterSharding:
