@@ -170,7 +170,11 @@ class OptionAmounts:
         if self.hosts == 1 and stage in NETWORK_STAGES:
             return 0
         whole = (np.minimum(np.maximum(seconds, 0.0), LARGEST_PS / PICO) * PICO).astype(np.int64)
-        to[:, o, self.stage(stage)][t] += whole
+        place = to[:, o, self.stage(stage)]
+        if len(t) == len(place):  # all tables: without a copy
+            place += whole
+        else:
+            place[t] += whole
         if at_home and stage in self.twins and to is not self.fixed:
             to[:, o, self.twins[stage]][t] += np.where(self.unknown(o, t), 0, whole)
         return int(whole.sum())

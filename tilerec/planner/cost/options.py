@@ -191,6 +191,7 @@ def _instance(amounts: OptionAmounts, paid: Price | None, reserved: Ints | None)
         phase[twin] = amounts.stage(name)
         # The sums of a host cost all its ranks the same, however rows are split.
         amounts.fixed[:, :, twin] = amounts.cost[:, :, twin]
+    np.minimum(amounts.fixed, amounts.cost, out=amounts.fixed)
     between = np.array([s in NETWORK_STAGES for s in amounts.stages])
     factors = amounts.host_factors.factors
     instance = Instance(
@@ -214,7 +215,7 @@ def _instance(amounts: OptionAmounts, paid: Price | None, reserved: Ints | None)
         base_memory=base_memory,
         allowed=amounts.allowed.on,
         divisible=amounts.divisible,
-        fixed=np.minimum(amounts.fixed, amounts.cost),
+        fixed=amounts.fixed,
         phase=phase,
     )
     return instance, tuple(CHARGES[f] for f in keep)

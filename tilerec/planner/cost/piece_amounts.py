@@ -100,6 +100,7 @@ class PieceAmounts:
         self.even_once = even_once = (1.0 - head.once) / rows
         self.cut = np.intersect1d(amounts.ranges.tables, t, assume_unique=True)
         self.uneven = rows > 1 and len(self.cut) > 0
+        self._most: dict[int, Floats] = {}
         self.ranges = ranges = self._ranges()
         self.share = ranges.rows[t]
         self.P, self.N, lengths = self._in_a_range(distinct)
@@ -239,16 +240,23 @@ class PieceAmounts:
         Present bags are a concave function of the reads: at half of the reads there are at least half as many. So the
         mean is least if groups have the most reads that one can have, or none.
         """
-        found, cut, work = self.even * float(members), self.cut, self.amounts.work
-        ends, top = self._cuts(np.array([0, members])), self.head.rows[cut]
-        # The first ranges are read most. Cuts are between whole rows, so others have a row more at most at each end.
-        first, row = self.model.workload.share(cut, ends[:, 0], ends[:, 1]), work.share(cut, top, top + 1)
-        most = found.copy()
-        most[cut] = np.clip(first + 2.0 * row, found[cut], (self.even * float(self.rows))[cut])
+        found, most = self.even * float(members), self._most_reads(members)
         part = found / np.maximum(most, 1e-300)
         once = self.even_once * float(members) / np.maximum(part, 1e-300)
         P, N, _ = self.model.workload.present(most, distinct, once)
         return P * part, N * part
+
+    def _most_reads(self, members: int) -> Floats:
+        """Return [T] a share of the reads that no group of so many neighbouring ranges is above."""
+        if members not in self._most:
+            found, cut, work = self.even * float(members), self.cut, self.amounts.work
+            ends, top = self._cuts(np.array([0, members])), self.head.rows[cut]
+            # The first ranges are read most. Cuts are between whole rows, so others have a row more at most at each end.
+            first, row = self.model.workload.share(cut, ends[:, 0], ends[:, 1]), work.share(cut, top, top + 1)
+            most = found.copy()
+            most[cut] = np.clip(first + 2.0 * row, found[cut], (self.even * float(self.rows))[cut])
+            self._most[members] = most
+        return self._most[members]
 
     def _count_least_sums(self, distinct: Floats) -> None:
         """Count the sums inside hosts of tables with ordered ids, for a bound."""

@@ -53,7 +53,7 @@ def kinds_of(relaxed: Relaxed) -> list[Kinds]:
     if everything.short >= 0:
         return []
     marks = instance.uses @ (1 << np.arange(len(instance.charge)))
-    seen = np.unique(marks[relaxed.usable])
+    seen = np.flatnonzero(np.bincount(marks[relaxed.usable]))
     sets = _unions(seen.tolist())
     if not instance.charge.any() or not 0 < len(sets) <= MOST_SETS:
         return [Kinds(relaxed.usable, 0, everything)]

@@ -111,13 +111,16 @@ class Boxes:
         first = np.arange(instance.stages)
         for twins in instance.twins:
             first[twins] = twins[0]
-        self.mass = [np.ascontiguousarray(relaxed.stage_totals[:, :, s]) for s in first.tolist()]
-        self.own = [np.where(uniform, 0, pieces[s]) for s in stages]
-        self.own_by_option = [np.ascontiguousarray(own.T) for own in self.own]  # [O, T]: minima over O need a third
+        self.first, self.stage_totals = first, relaxed.stage_totals
+        # [O, T] ps of a piece that some ranks hold: minima over O need a third of the time of those over [T, O].
+        by_option = np.ascontiguousarray(uniform.T)
+        self.own_by_option = [np.where(by_option, 0, pieces[s].T) for s in stages]
         self.off = []  # [T, O] rank-ps of an option that all ranks have in common, beyond its average
         for s in stages:
             alike = relaxed.least_home[:, :, s] + np.where(uniform, pieces[s], 0)
-            self.off.append(alike * self.ranks - self.mass[s])
+            alike *= self.ranks
+            alike -= self.stage_totals[:, :, first[s]]
+            self.off.append(np.ascontiguousarray(alike))
         self.mass_base, self.base_total = relaxed.base_totals[first], relaxed.base_total
         self.alike_base = instance.base_cost.min(0) * self.ranks
         self.all_mass = relaxed.sums << WEIGHT_BITS
@@ -176,7 +179,7 @@ class Boxes:
             return self._cut(box)
         if not box.usable.any(1).all():
             return []
-        zero = np.zeros(len(self.own), np.int64)
+        zero = np.zeros(len(self.off), np.int64)
         value = box.dual.value + self.base_total + box.charge * self.ranks << WEIGHT_BITS
         low = self._tight(box.usable, zero)
         return [_Box(box.usable, box.charge, low, zero, box.dual.prices, value, self.rows, None, 0)]
@@ -245,10 +248,10 @@ class Boxes:
 
     def _numbers(self, option: Ints) -> _Numbers:
         """Return the numbers of one option per table."""
-        at = self._at_options(option)
-        mass = np.array([int(m.take(at).sum()) for m in self.mass], np.int64)
+        at, by_option = self._at_options(option), option * len(self.rows) + self.rows
+        mass = self.stage_totals[self.rows, option].sum(0)[self.first]
         off = np.array([int(m.take(at).sum()) for m in self.off], np.int64)
-        largest = np.array([int(own.take(at).max(initial=0)) for own in self.own], np.int64)
+        largest = np.array([int(own.take(by_option).max(initial=0)) for own in self.own_by_option], np.int64)
         return _Numbers(mass + self.mass_base, mass + off + self.alike_base, largest)
 
     def _rising(self, option: Ints, low: Ints) -> Ints:
@@ -288,11 +291,12 @@ class Boxes:
         # The edge is half way between the largest piece that costs nothing and that of the present options.
         free = max(int(box.low[s]), int(average[s] - alike[s]) // self.ranks)
         edge = min(max((free + int(largest[s])) // 2, int(box.low[s])), int(largest[s]) - 1)
-        small = box.allowed & (self.own[s] <= edge)
+        own = self.own_by_option[s].T
+        small = box.allowed & (own <= edge)
         halves = []
         if small.any(1).all():
             halves.append(replace(box, allowed=small, low=self._tight(small, box.low)))
-        above = self.own[s][box.allowed & (self.own[s] > edge)]
+        above = own[box.allowed & (own > edge)]
         raised = box.low.copy()
         raised[s] = int(above.min())  # not empty: the largest piece of the present options is above
         halves.append(replace(box, low=raised))
