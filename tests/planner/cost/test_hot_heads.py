@@ -172,18 +172,36 @@ def test_hot_ids_are_looked_for_and_their_updated_rows_written_back() -> None:
 # ------------------------------------------------------------------------------------------------------------ options
 
 
-def places_of(option: Option) -> tuple[int, ...]:
-    return {Way.WHOLE: (1,), Way.COLUMNS: tuple(range(option.pieces))}.get(option.way, ())
+def places_of(option: Option, topology: Topology) -> tuple[int, ...]:
+    if option.width == topology.world_size:
+        return ()
+    return (1,) if option.way is Way.WHOLE else tuple(range(option.pieces))
+
+
+def cuts_beside(topology: Topology) -> list[Option]:
+    """The cuts of a table of 64 columns that are tried beside hot ids, without their heads."""
+    ranks, sizes = topology.world_size, {len(host) for host in topology.host_ranks}
+    hosts = [Option(Way.ROWS, 1, n) for n in sizes if n < ranks] + [Option(Way.GRID, 2, n) for n in sizes if n < ranks]
+    single = [Option(Way.ROWS, k, 1) for k in (2, 4) if k < ranks]
+    return [Option(Way.WHOLE, 1, 1), Option(Way.COLUMNS, 2, 1), *single, Option(Way.ROWS, 1, ranks), *hosts]
+
+
+def model_of(problem: Problem, option: Option) -> Model:
+    """The model of a plan with an option: hosts do not add the rows of single ranges (realise.py)."""
+    if option.way is not Way.ROWS or option.width > 1:
+        return problem.model
+    works = [dataclasses.replace(work, sums_in_hosts=False) for work in problem.tables]
+    return Model(Workload(works), problem.model.topology)
 
 
 def arranged(problem: Problem, option: Option) -> tuple[float, float, float]:
     """The searched cost, the lower one and the price of one table under an option, in seconds."""
     o = np.array([problem.options.index(option)])
-    tiling = problem.sharding(0, int(o[0]), places_of(option)).tiling
+    places = [places_of(option, problem.model.topology)]
+    tiling = problem.sharding(0, int(o[0]), places[0]).tiling
     assert tiling is not None
-    places = [places_of(option)]
     searched, lower = (evaluate(own, o, places).cost / 1e12 for own in (problem.instance, problem.lower))
-    return searched, lower, price([tiling], problem.model).seconds
+    return searched, lower, price([tiling], model_of(problem, option)).seconds
 
 
 @pytest.mark.parametrize("topology", [Topology(4), Topology(8, "cpu"), HOSTS], ids=str)
@@ -197,18 +215,19 @@ def arranged(problem: Problem, option: Option) -> tuple[float, float, float]:
 def test_an_arrangement_with_hot_ids_costs_its_price(work: TableWork, topology: Topology) -> None:
     problem = build([work], topology)
     with_head = [option for option in problem.options if option.head]
-    once = problem.model.sent_once(np.arange(len(work.reads)), 1.0).any()  # no hot ids beside whole tables
-    talks = bool(problem.model.workload.talks[0])
-    ways = [(Way.ROWS, 1)] if once else [(Way.ROWS, 1), (Way.WHOLE, 1), *[(Way.COLUMNS, 2)] * (not talks)]
-    assert [(*option[:2], option.head) for option in with_head] == [(*way, head) for way in ways for head in HEADS]
+    once = problem.model.sent_once(np.arange(len(work.reads)), 1.0).any()
+    cuts = [Option(Way.ROWS, 1, topology.world_size)] if once else cuts_beside(topology)
+    assert with_head == [cut._replace(head=head) for cut in cuts for head in HEADS]
     for option in with_head:
         searched, lower, priced = arranged(problem, option)
-        assert searched == pytest.approx(priced, rel=2e-5), option
+        # Before the search, column blocks that exchange sums may be on any hosts.
+        anywhere = option.way is Way.COLUMNS and work.optimizer == specs.RowWiseAdagrad(0.1) and topology is HOSTS
+        assert searched == pytest.approx(priced, rel=0.01 if anywhere else 2e-5), option
         assert 0.8 * priced < lower <= priced * (1 + 2e-5), option
         o = np.array([problem.options.index(option)])
-        places = places_of(option)
+        places = places_of(option, topology)
         tiling: Any = problem.sharding(0, int(o[0]), places).tiling
-        held = price([tiling], problem.model).memory
+        held = price([tiling], model_of(problem, option)).memory
         assert np.all(evaluate(problem.lower, o, [places]).memory <= held * (1 + 3e-5)), option
         most = held if places else held.max(0)
         assert np.all(evaluate(problem.instance, o, [places]).memory >= 0.98 * most), option
@@ -229,16 +248,22 @@ def test_an_arrangement_with_hot_ids_behind_a_cache_costs_its_price(
     problem = build([work], topology, CACHED)
     model = Model(Workload([dataclasses.replace(work, cached=True)]), topology)
     heads = [o for o, option in enumerate(problem.options) if option.head]
-    ways = [Way.ROWS] if skew else [Way.ROWS, Way.WHOLE, Way.COLUMNS]
-    assert [problem.options[o][::4] for o in heads] == [(way, head) for way in ways for head in HEADS]
+    cuts = [Option(Way.ROWS, 1, topology.world_size)] if skew else cuts_beside(topology)
+    assert [problem.options[o] for o in heads] == [
+        cut._replace(cached=True, head=head) for cut in cuts for head in HEADS
+    ]
     for o in heads:
-        places = places_of(problem.options[o])
+        option = problem.options[o]
+        places = places_of(option, topology)
         sharding: Any = problem.sharding(0, o, places)
         most = np.arange(ROWS) if skew else order(ROWS)
-        assert sharding.hot == HotRows(most[: int(ROWS * problem.options[o].head)])
-        kinds = {Way.ROWS: {"row_wise"}, Way.WHOLE: {"table_wise"}, Way.COLUMNS: {"column_wise", "table_column_wise"}}
-        assert sharding.kind.value in kinds[problem.options[o].way]
-        priced = price([sharding.tiling], model)
+        assert sharding.hot == HotRows(most[: int(ROWS * option.head)])
+        kinds = {Way.ROWS: {"row_wise", "table_row_wise"}, Way.WHOLE: {"table_wise"}, Way.GRID: {"grid_shard"},
+                 Way.COLUMNS: {"column_wise", "table_column_wise"}}  # fmt: skip
+        assert sharding.kind.value in kinds[option.way]
+        apart = None if sharding.ids_per_bag is None else sharding.ids_per_bag > 1.0
+        own = Model(Workload([dataclasses.replace(work, cached=True, sums_in_hosts=apart)]), topology)
+        priced = price([sharding.tiling], own)
         held = priced.memory
         searched, lower = (evaluate(own, np.array([o]), [places]) for own in (problem.instance, problem.lower))
         assert lower.cost / 1e12 <= priced.seconds * (1 + 2e-5)
@@ -247,7 +272,7 @@ def test_an_arrangement_with_hot_ids_behind_a_cache_costs_its_price(
             assert searched.cost / 1e12 >= 0.9 * priced.seconds
             assert np.all(lower.memory.sum(0) <= held.sum(0) * (1 + 1e-5) + 2 * topology.world_size)
         else:
-            assert searched.cost / 1e12 == pytest.approx(priced.seconds, rel=2e-5)
+            assert searched.cost / 1e12 == pytest.approx(priced.seconds, rel=2e-5), option
             assert np.all(lower.memory <= held * (1 + 3e-5) + 1)
 
 
@@ -282,20 +307,20 @@ def test_hot_ids_are_options_of_trained_tables_that_name_them() -> None:
     }  # fmt: skip
     problem = build(tables, Topology(4), limits)
     heads = {
-        way: {
+        cut: {
             work.name: [option.head for option, own in zip(problem.options, there, strict=True)
-                        if own and option.head and option.way is way]
+                        if own and option.head and option[:3] == cut]
             for work, there in zip(tables, problem.instance.there.tolist(), strict=True)
         }
-        for way in (Way.ROWS, Way.WHOLE, Way.COLUMNS)
+        for cut in ((Way.ROWS, 1, 4), (Way.ROWS, 2, 1), (Way.WHOLE, 1, 1), (Way.COLUMNS, 2, 1))
     }  # fmt: skip
     known = {
         "named": list(HEADS), "few": [0.0005, 0.002, 0.01], "frozen": [], "unnamed": [], "columns": [],
         "rows": list(HEADS), "cached": list(HEADS),
     }  # fmt: skip
-    assert heads[Way.ROWS] == known
-    assert heads[Way.WHOLE] == {**known, "rows": []}
-    assert heads[Way.COLUMNS] == {**known, "rows": [], "columns": list(HEADS)}
+    assert heads[Way.ROWS, 1, 4] == heads[Way.ROWS, 2, 1] == known
+    assert heads[Way.WHOLE, 1, 1] == {**known, "rows": []}
+    assert heads[Way.COLUMNS, 2, 1] == {**known, "rows": [], "columns": list(HEADS)}
     assert {problem.options[o].cached for o in problem.instance.there[6].nonzero()[0].tolist()} == {True}
     o = problem.options.index(Option(Way.ROWS, 1, 4, head=0.01))
     whole = problem.sharding(0, problem.options.index(Option(Way.WHOLE, 1, 1, head=0.01)), (2,))
