@@ -183,7 +183,7 @@ def cuts_beside(topology: Topology) -> list[Option]:
     ranks, sizes = topology.world_size, {len(host) for host in topology.host_ranks}
     hosts = [Option(Way.ROWS, 1, n) for n in sizes if n < ranks] + [Option(Way.GRID, 2, n) for n in sizes if n < ranks]
     single = [Option(Way.ROWS, k, 1) for k in (2, 4) if k < ranks]
-    return [Option(Way.WHOLE, 1, 1), Option(Way.COLUMNS, 2, 1), *single, Option(Way.ROWS, 1, ranks), *hosts]
+    return [Option(Way.ROWS, 1, ranks), Option(Way.WHOLE, 1, 1), Option(Way.COLUMNS, 2, 1), *single, *hosts]
 
 
 def model_of(problem: Problem, option: Option) -> Model:
@@ -246,7 +246,6 @@ def test_an_arrangement_with_hot_ids_behind_a_cache_costs_its_price(
     """Host memory behind GPUs, files on CPUs. Ranges of a table in frequency order have estimates and means."""
     work = table(load_factor=load_factor, files=topology.compute_device == "cpu", **({"skew": skew} if skew else {}))
     problem = build([work], topology, CACHED)
-    model = Model(Workload([dataclasses.replace(work, cached=True)]), topology)
     heads = [o for o, option in enumerate(problem.options) if option.head]
     cuts = [Option(Way.ROWS, 1, topology.world_size)] if skew else cuts_beside(topology)
     assert [problem.options[o] for o in heads] == [

@@ -12,7 +12,7 @@ import numpy as np
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.cuts import even_pieces, heads_of
 from tilerec.planner.cost.model import Model
-from tilerec.planner.cost.ways import Limits, Way, enumerate_options, is_of
+from tilerec.planner.cost.ways import MANY_TABLES, Limits, Way, enumerate_options, is_of
 from tilerec.planner.search.instance import Bools, Ints
 from tilerec.spec.plan import ShardingType
 
@@ -91,6 +91,8 @@ class Allowed:
                 there[:, o] = there[:, o] & (rows > 0) & np.where(work.ordered, first, named)
                 if width < self.ranks:
                     there[:, o] &= ~work.ordered & ~once
+                if way is Way.COLUMNS and tables > MANY_TABLES:
+                    there[:, o] &= work.talks == 0
                 before[way, k, width, cached] = rows
             if cached:  # without an attached optimizer, a gradient as large as the table would be on the device
                 there[:, o] &= work.attached

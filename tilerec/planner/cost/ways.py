@@ -74,6 +74,11 @@ class Option(NamedTuple):
 
 PIECES_WITH_HEAD = {Way.WHOLE: (1,), Way.COLUMNS: (2, 4), Way.ROWS: (1, 2, 4), Way.GRID: (2,)}
 """Numbers of pieces that are tried beside a head; of ranges of rows, 1 is those over all ranks, or over a host's."""
+MANY_TABLES = 1_000
+"""More tables than this have fewer options with heads, since every option takes a part of the planner's time.
+
+Theirs are ranges of rows over all ranks, whole tables, and column blocks of rules without sums over rows.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ def enumerate_options(
     """Return the options on a topology for tables of these dims; an instance has one column for each.
 
     Args:
+        dims: of each table.
         cached: add each option, except copies, a second time with rows behind a cache. A head is on the device.
         row_splits: further numbers of row ranges, for tables that are limited to so many ranks.
         heads: add options with heads.
@@ -110,10 +116,12 @@ def enumerate_options(
     behind = [option._replace(cached=True) for option in plain if option.way is not Way.COPIES]
     ranks = topology.world_size
     sizes = HEADS if heads and ranks > 1 else ()
+    cuts = [cut for cut in plain if cut.pieces in PIECES_WITH_HEAD.get(cut.way, ())]
+    if len(dims) > MANY_TABLES:
+        cuts = [cut for cut in cuts if cut.width == ranks or cut.way in (Way.WHOLE, Way.COLUMNS)]
     with_head = [
         cut._replace(cached=slow, head=size)
-        for cut in plain
-        if cut.pieces in PIECES_WITH_HEAD.get(cut.way, ())
+        for cut in sorted(cuts, key=lambda cut: cut.width < ranks)
         for slow in (False, True)[: 1 + cached]
         for size in sizes
     ]
