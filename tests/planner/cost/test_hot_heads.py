@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from tilerec.spec import optimizer as specs
 from tilerec.spec.hot_rows import MOST_HOT_ROWS, HotRows
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.tile import Tiling
-from tilerec.spec.topology import Topology
+from tilerec.spec.topology import Topology, gigabytes_per_second
 
 ROWS = 20_000
 HOSTS = Topology(16, local_world_size=8)
@@ -233,6 +234,46 @@ def test_an_arrangement_with_hot_ids_costs_its_price(work: TableWork, topology: 
         assert np.all(evaluate(problem.instance, o, [places]).memory >= 0.98 * most), option
 
 
+def drawn_places(draw: random.Random, option: Option, topology: Topology) -> tuple[int, ...]:
+    if option.width == topology.world_size:
+        return ()
+    hosts = [h for h, ranks in enumerate(topology.host_ranks) if len(ranks) == option.width]
+    return tuple(sorted(draw.sample(range(topology.world_size) if option.width == 1 else hosts, option.pieces)))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [HOSTS, Topology(8, "cpu", local_world_size=4), Topology(9, hosts=[[0, 1, 2, 3], [4, 5, 6, 7], [8]]),
+     Topology(8, "cpu", hosts=[[0, 1, 2], [3, 4, 5], [6, 7]]), Topology(8, local_world_size=4, nic="host")],
+    ids=str,
+)  # fmt: skip
+def test_no_arrangement_of_tables_with_hot_ids_costs_less_than_its_lower_cost(topology: Topology) -> None:
+    """Random cuts and places of four tables, each beside hot ids, half of them with sums over rows."""
+    each = Wire(distinct=False)
+    works = [
+        table("bags", optimizer=specs.RowWiseAdagrad(0.1)), table("one", Reads(2048), wire=each),
+        table("sequence", each_id=True, optimizer=specs.RowWiseAdagrad(0.1), wire=each),
+        table("adam", Reads(512, 5), optimizer=specs.Adam(0.1)),
+    ]  # fmt: skip
+    problem, draw = build(works, topology), random.Random(0)
+    heads = [o for o, option in enumerate(problem.options) if option.head]
+    assert problem.lower.there[:, heads].all()
+    for _ in range(60):
+        option = np.array([draw.choice(heads) for _ in works])
+        cuts = [problem.options[o] for o in option.tolist()]
+        places = [drawn_places(draw, cut, topology) for cut in cuts]
+        tilings: Any = [problem.sharding(t, int(o), places[t]).tiling for t, o in enumerate(option)]
+        apart = [
+            dataclasses.replace(work, sums_in_hosts=False) if cut.way is Way.ROWS and cut.width == 1 else work
+            for work, cut in zip(works, cuts, strict=True)
+        ]
+        priced = price(tilings, Model(Workload(apart), topology))
+        lower = evaluate(problem.lower, option, places)
+        # Where proxies have unequal turns, the lower cost has their mean.
+        assert lower.cost / 1e12 <= priced.seconds * (1 + 2e-4), cuts
+        assert np.all(lower.memory.sum(0) <= priced.memory.sum(0) * (1 + 3e-5)), cuts
+
+
 CACHED = {"t": Limits(on_device=False, cached=True)}
 IN_ORDER = Skew(ROWS, 1.05, ordered=True)
 
@@ -368,6 +409,50 @@ def test_hot_ids_beside_column_blocks_are_taken_where_copies_of_a_table_are_dear
     assert found.cost < 0.99 * without.cost
     tilings: Any = [problem.sharding(t, int(o), found.places[t]).tiling for t, o in enumerate(found.option)]
     assert price(tilings, problem.model).seconds == pytest.approx(found.cost / 1e12, rel=1e-4)
+
+
+GPUS = Topology(16, local_world_size=8, inter_host_bw=gigabytes_per_second(12.5))
+CPUS = Topology(
+    64, "cpu", local_world_size=8, intra_host_bw=gigabytes_per_second(5), inter_host_bw=gigabytes_per_second(1.25 / 8)
+)  # fmt: skip
+ROW_WISE = specs.RowWiseAdagrad(0.1)
+
+
+def long(rows: int, dim: int, exponent: float, *reads: Reads, count: int = 1, named: int = 50_000, **more: Any) -> Any:
+    skew = Skew(rows, exponent, hot=np.arange(named))
+    return [TableWork(f"t{t}", rows, dim, skew=skew, reads=reads, **more) for t in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("works", "topology", "types", "cut"),
+    [
+        (long(21_290, 128, 1.05, Reads(8192), count=8, named=1000, each_id=True, optimizer=ROW_WISE), GPUS, (),
+         Option(Way.ROWS, 2, 1)),
+        (long(21_290, 128, 1.05, Reads(8192), count=8, named=1000, each_id=True, optimizer=ROW_WISE), GPUS,
+         (ShardingType.COLUMN_WISE,), Option(Way.COLUMNS, 2, 1)),
+        (long(3_172_238, 16, 1.05, Reads(2048, 50), count=2, optimizer=ROW_WISE), CPUS, (), Option(Way.ROWS, 1, 8)),
+        (long(2_059_214, 64, 0.9, Reads(2048, 50), optimizer=specs.Adagrad(0.1)), CPUS, (), Option(Way.GRID, 2, 8)),
+    ],
+    ids=["single ranges", "columns with sums over rows", "ranges over a host", "grid"],
+)  # fmt: skip
+def test_hot_ids_are_taken_beside_every_cut_where_it_costs_least(
+    works: list[TableWork], topology: Topology, types: tuple[ShardingType, ...], cut: Option
+) -> None:
+    problem = build(works, topology, {work.name: Limits(types) for work in works} if types else None)
+    found = solve(problem.instance)
+    assert {problem.options[o]._replace(head=0.0) for o in found.option.tolist()} == {cut}
+    assert all(problem.options[o].head for o in found.option.tolist())
+    beside = [bool(option.head) and (option.way, option.width) == (cut.way, cut.width) for option in problem.options]
+    without = solve(dataclasses.replace(problem.instance, width=np.where(beside, 0, problem.instance.width)))
+    assert found.cost < 0.97 * without.cost
+    shardings = [problem.sharding(t, int(o), found.places[t]) for t, o in enumerate(found.option)]
+    assert all(sharding.hot for sharding in shardings)
+    apart = None if cut.width > 1 else False
+    own = Model(Workload([dataclasses.replace(work, sums_in_hosts=apart) for work in works]), topology)
+    tilings: Any = [sharding.tiling for sharding in shardings]
+    priced = price(tilings, own).seconds
+    assert priced == pytest.approx(found.cost / 1e12, rel=0.005)
+    assert lower_bound(problem.lower, found.cost * 2) / 1e12 <= priced * (1 + 1e-5)
 
 
 def test_hot_ids_that_do_not_fit_are_not_taken() -> None:
