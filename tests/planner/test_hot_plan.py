@@ -17,16 +17,19 @@ from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
+from tilerec.planner import decision
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
+from tilerec.planner.decision import decide
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.report.explanation import Explainer
+from tilerec.planner.request import PlanRequest
 from tilerec.planner.tables import PlannedTable
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.key_value import KeyValueParams
-from tilerec.spec.optimizer import SGD
+from tilerec.spec.optimizer import SGD, Adagrad
 from tilerec.spec.plan import EmbeddingComputeKernel, ShardingPlan, Wire
 from tilerec.spec.table import DataType, EmbeddingConfig
 from tilerec.spec.topology import Topology
@@ -134,6 +137,33 @@ def test_a_plan_has_hot_rows_of_a_table_in_files_which_its_cache_does_not_read(t
 
     counts = run_virtual_ranks(4, live)
     assert sum(ids for ids, _ in counts) == 4 * SAMPLES * LENGTH - sum(found for _, found in counts)
+
+
+def cost_of(request: PlanRequest) -> int:
+    found = decide(request)
+    assert found.priced is not None
+    assert found.bound <= found.priced.cost_ps
+    return found.priced.cost_ps
+
+
+def test_a_plan_of_few_tables_costs_no_more_because_hot_ids_have_more_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One table of bags and eight of sequences on eight GPUs: the search of all options alone ends at a dearer plan."""
+    each = Wire(distinct=False)
+    tables = [PlannedTable((("", "b"),), 285_082, 16, DataType.FP32, ("b",), Adagrad(0.1), wire=each)] + [
+        PlannedTable((("", f"s{i}"),), 83_084, 64, DataType.FP32, (f"s{i}",), Adagrad(0.1), pooled=False, wire=each)
+        for i in range(8)
+    ]
+    limits = {
+        table.key: ParameterConstraints(
+            pooling_factors=[100 if table.pooled else 50],
+            skew=Skew(table.rows, 1.3 if table.pooled else 1.2, hot=np.arange(1000)),
+        )
+        for table in tables
+    }
+    made = EmbeddingShardingPlanner(Topology.preset("a100"), batch_size=8192, constraints=limits)
+    cost = cost_of(made.request(tables))
+    monkeypatch.setattr(decision, "MOST_PIECES_SEARCHED_TWICE", 0)
+    assert cost < cost_of(made.request(tables))
 
 
 def test_tables_without_counted_rows_of_their_own_get_no_hot_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from tilerec.spec import optimizer as specs
 from tilerec.spec.hot_rows import MOST_HOT_ROWS, HotRows
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.tile import Tiling
-from tilerec.spec.topology import Topology
+from tilerec.spec.topology import Topology, gigabytes_per_second
 
 ROWS = 20_000
 HOSTS = Topology(16, local_world_size=8)
@@ -172,18 +173,36 @@ def test_hot_ids_are_looked_for_and_their_updated_rows_written_back() -> None:
 # ------------------------------------------------------------------------------------------------------------ options
 
 
-def places_of(option: Option) -> tuple[int, ...]:
-    return {Way.WHOLE: (1,), Way.COLUMNS: tuple(range(option.pieces))}.get(option.way, ())
+def places_of(option: Option, topology: Topology) -> tuple[int, ...]:
+    if option.width == topology.world_size:
+        return ()
+    return (1,) if option.way is Way.WHOLE else tuple(range(option.pieces))
+
+
+def cuts_beside(topology: Topology) -> list[Option]:
+    """The cuts of a table of 64 columns that are tried beside hot ids, without their heads."""
+    ranks, sizes = topology.world_size, {len(host) for host in topology.host_ranks}
+    hosts = [Option(Way.ROWS, 1, n) for n in sizes if n < ranks] + [Option(Way.GRID, 2, n) for n in sizes if n < ranks]
+    single = [Option(Way.ROWS, k, 1) for k in (2, 4) if k < ranks]
+    return [Option(Way.ROWS, 1, ranks), Option(Way.WHOLE, 1, 1), Option(Way.COLUMNS, 2, 1), *single, *hosts]
+
+
+def model_of(problem: Problem, option: Option) -> Model:
+    """The model of a plan with an option: hosts do not add the rows of single ranges (realise.py)."""
+    if option.way is not Way.ROWS or option.width > 1:
+        return problem.model
+    works = [dataclasses.replace(work, sums_in_hosts=False) for work in problem.tables]
+    return Model(Workload(works), problem.model.topology)
 
 
 def arranged(problem: Problem, option: Option) -> tuple[float, float, float]:
     """The searched cost, the lower one and the price of one table under an option, in seconds."""
     o = np.array([problem.options.index(option)])
-    tiling = problem.sharding(0, int(o[0]), places_of(option)).tiling
+    places = [places_of(option, problem.model.topology)]
+    tiling = problem.sharding(0, int(o[0]), places[0]).tiling
     assert tiling is not None
-    places = [places_of(option)]
     searched, lower = (evaluate(own, o, places).cost / 1e12 for own in (problem.instance, problem.lower))
-    return searched, lower, price([tiling], problem.model).seconds
+    return searched, lower, price([tiling], model_of(problem, option)).seconds
 
 
 @pytest.mark.parametrize("topology", [Topology(4), Topology(8, "cpu"), HOSTS], ids=str)
@@ -197,21 +216,62 @@ def arranged(problem: Problem, option: Option) -> tuple[float, float, float]:
 def test_an_arrangement_with_hot_ids_costs_its_price(work: TableWork, topology: Topology) -> None:
     problem = build([work], topology)
     with_head = [option for option in problem.options if option.head]
-    once = problem.model.sent_once(np.arange(len(work.reads)), 1.0).any()  # no hot ids beside whole tables
-    talks = bool(problem.model.workload.talks[0])
-    ways = [(Way.ROWS, 1)] if once else [(Way.ROWS, 1), (Way.WHOLE, 1), *[(Way.COLUMNS, 2)] * (not talks)]
-    assert [(*option[:2], option.head) for option in with_head] == [(*way, head) for way in ways for head in HEADS]
+    once = problem.model.sent_once(np.arange(len(work.reads)), 1.0).any()
+    cuts = [Option(Way.ROWS, 1, topology.world_size)] if once else cuts_beside(topology)
+    assert with_head == [cut._replace(head=head) for cut in cuts for head in HEADS]
     for option in with_head:
         searched, lower, priced = arranged(problem, option)
-        assert searched == pytest.approx(priced, rel=2e-5), option
+        # Before the search, column blocks that exchange sums may be on any hosts.
+        anywhere = option.way is Way.COLUMNS and work.optimizer == specs.RowWiseAdagrad(0.1) and topology is HOSTS
+        assert searched == pytest.approx(priced, rel=0.01 if anywhere else 2e-5), option
         assert 0.8 * priced < lower <= priced * (1 + 2e-5), option
         o = np.array([problem.options.index(option)])
-        places = places_of(option)
+        places = places_of(option, topology)
         tiling: Any = problem.sharding(0, int(o[0]), places).tiling
-        held = price([tiling], problem.model).memory
+        held = price([tiling], model_of(problem, option)).memory
         assert np.all(evaluate(problem.lower, o, [places]).memory <= held * (1 + 3e-5)), option
         most = held if places else held.max(0)
         assert np.all(evaluate(problem.instance, o, [places]).memory >= 0.98 * most), option
+
+
+def drawn_places(draw: random.Random, option: Option, topology: Topology) -> tuple[int, ...]:
+    if option.width == topology.world_size:
+        return ()
+    hosts = [h for h, ranks in enumerate(topology.host_ranks) if len(ranks) == option.width]
+    return tuple(sorted(draw.sample(range(topology.world_size) if option.width == 1 else hosts, option.pieces)))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [HOSTS, Topology(8, "cpu", local_world_size=4), Topology(9, hosts=[[0, 1, 2, 3], [4, 5, 6, 7], [8]]),
+     Topology(8, "cpu", hosts=[[0, 1, 2], [3, 4, 5], [6, 7]]), Topology(8, local_world_size=4, nic="host")],
+    ids=str,
+)  # fmt: skip
+def test_no_arrangement_of_tables_with_hot_ids_costs_less_than_its_lower_cost(topology: Topology) -> None:
+    """Random cuts and places of four tables, each beside hot ids, half of them with sums over rows."""
+    each = Wire(distinct=False)
+    works = [
+        table("bags", optimizer=specs.RowWiseAdagrad(0.1)), table("one", Reads(2048), wire=each),
+        table("sequence", each_id=True, optimizer=specs.RowWiseAdagrad(0.1), wire=each),
+        table("adam", Reads(512, 5), optimizer=specs.Adam(0.1)),
+    ]  # fmt: skip
+    problem, draw = build(works, topology), random.Random(0)
+    heads = [o for o, option in enumerate(problem.options) if option.head]
+    assert problem.lower.there[:, heads].all()
+    for _ in range(60):
+        option = np.array([draw.choice(heads) for _ in works])
+        cuts = [problem.options[o] for o in option.tolist()]
+        places = [drawn_places(draw, cut, topology) for cut in cuts]
+        tilings: Any = [problem.sharding(t, int(o), places[t]).tiling for t, o in enumerate(option)]
+        apart = [
+            dataclasses.replace(work, sums_in_hosts=False) if cut.way is Way.ROWS and cut.width == 1 else work
+            for work, cut in zip(works, cuts, strict=True)
+        ]
+        priced = price(tilings, Model(Workload(apart), topology))
+        lower = evaluate(problem.lower, option, places)
+        # Where proxies have unequal turns, the lower cost has their mean.
+        assert lower.cost / 1e12 <= priced.seconds * (1 + 2e-4), cuts
+        assert np.all(lower.memory.sum(0) <= priced.memory.sum(0) * (1 + 3e-5)), cuts
 
 
 CACHED = {"t": Limits(on_device=False, cached=True)}
@@ -227,18 +287,23 @@ def test_an_arrangement_with_hot_ids_behind_a_cache_costs_its_price(
     """Host memory behind GPUs, files on CPUs. Ranges of a table in frequency order have estimates and means."""
     work = table(load_factor=load_factor, files=topology.compute_device == "cpu", **({"skew": skew} if skew else {}))
     problem = build([work], topology, CACHED)
-    model = Model(Workload([dataclasses.replace(work, cached=True)]), topology)
     heads = [o for o, option in enumerate(problem.options) if option.head]
-    ways = [Way.ROWS] if skew else [Way.ROWS, Way.WHOLE, Way.COLUMNS]
-    assert [problem.options[o][::4] for o in heads] == [(way, head) for way in ways for head in HEADS]
+    cuts = [Option(Way.ROWS, 1, topology.world_size)] if skew else cuts_beside(topology)
+    assert [problem.options[o] for o in heads] == [
+        cut._replace(cached=True, head=head) for cut in cuts for head in HEADS
+    ]
     for o in heads:
-        places = places_of(problem.options[o])
+        option = problem.options[o]
+        places = places_of(option, topology)
         sharding: Any = problem.sharding(0, o, places)
         most = np.arange(ROWS) if skew else order(ROWS)
-        assert sharding.hot == HotRows(most[: int(ROWS * problem.options[o].head)])
-        kinds = {Way.ROWS: {"row_wise"}, Way.WHOLE: {"table_wise"}, Way.COLUMNS: {"column_wise", "table_column_wise"}}
-        assert sharding.kind.value in kinds[problem.options[o].way]
-        priced = price([sharding.tiling], model)
+        assert sharding.hot == HotRows(most[: int(ROWS * option.head)])
+        kinds = {Way.ROWS: {"row_wise", "table_row_wise"}, Way.WHOLE: {"table_wise"}, Way.GRID: {"grid_shard"},
+                 Way.COLUMNS: {"column_wise", "table_column_wise"}}  # fmt: skip
+        assert sharding.kind.value in kinds[option.way]
+        apart = None if sharding.ids_per_bag is None else sharding.ids_per_bag > 1.0
+        own = Model(Workload([dataclasses.replace(work, cached=True, sums_in_hosts=apart)]), topology)
+        priced = price([sharding.tiling], own)
         held = priced.memory
         searched, lower = (evaluate(own, np.array([o]), [places]) for own in (problem.instance, problem.lower))
         assert lower.cost / 1e12 <= priced.seconds * (1 + 2e-5)
@@ -247,7 +312,7 @@ def test_an_arrangement_with_hot_ids_behind_a_cache_costs_its_price(
             assert searched.cost / 1e12 >= 0.9 * priced.seconds
             assert np.all(lower.memory.sum(0) <= held.sum(0) * (1 + 1e-5) + 2 * topology.world_size)
         else:
-            assert searched.cost / 1e12 == pytest.approx(priced.seconds, rel=2e-5)
+            assert searched.cost / 1e12 == pytest.approx(priced.seconds, rel=2e-5), option
             assert np.all(lower.memory <= held * (1 + 3e-5) + 1)
 
 
@@ -282,20 +347,20 @@ def test_hot_ids_are_options_of_trained_tables_that_name_them() -> None:
     }  # fmt: skip
     problem = build(tables, Topology(4), limits)
     heads = {
-        way: {
+        cut: {
             work.name: [option.head for option, own in zip(problem.options, there, strict=True)
-                        if own and option.head and option.way is way]
+                        if own and option.head and option[:3] == cut]
             for work, there in zip(tables, problem.instance.there.tolist(), strict=True)
         }
-        for way in (Way.ROWS, Way.WHOLE, Way.COLUMNS)
+        for cut in ((Way.ROWS, 1, 4), (Way.ROWS, 2, 1), (Way.WHOLE, 1, 1), (Way.COLUMNS, 2, 1))
     }  # fmt: skip
     known = {
         "named": list(HEADS), "few": [0.0005, 0.002, 0.01], "frozen": [], "unnamed": [], "columns": [],
         "rows": list(HEADS), "cached": list(HEADS),
     }  # fmt: skip
-    assert heads[Way.ROWS] == known
-    assert heads[Way.WHOLE] == {**known, "rows": []}
-    assert heads[Way.COLUMNS] == {**known, "rows": [], "columns": list(HEADS)}
+    assert heads[Way.ROWS, 1, 4] == heads[Way.ROWS, 2, 1] == known
+    assert heads[Way.WHOLE, 1, 1] == {**known, "rows": []}
+    assert heads[Way.COLUMNS, 2, 1] == {**known, "rows": [], "columns": list(HEADS)}
     assert {problem.options[o].cached for o in problem.instance.there[6].nonzero()[0].tolist()} == {True}
     o = problem.options.index(Option(Way.ROWS, 1, 4, head=0.01))
     whole = problem.sharding(0, problem.options.index(Option(Way.WHOLE, 1, 1, head=0.01)), (2,))
@@ -344,6 +409,50 @@ def test_hot_ids_beside_column_blocks_are_taken_where_copies_of_a_table_are_dear
     assert found.cost < 0.99 * without.cost
     tilings: Any = [problem.sharding(t, int(o), found.places[t]).tiling for t, o in enumerate(found.option)]
     assert price(tilings, problem.model).seconds == pytest.approx(found.cost / 1e12, rel=1e-4)
+
+
+GPUS = Topology(16, local_world_size=8, inter_host_bw=gigabytes_per_second(12.5))
+CPUS = Topology(
+    64, "cpu", local_world_size=8, intra_host_bw=gigabytes_per_second(5), inter_host_bw=gigabytes_per_second(1.25 / 8)
+)  # fmt: skip
+ROW_WISE = specs.RowWiseAdagrad(0.1)
+
+
+def long(rows: int, dim: int, exponent: float, *reads: Reads, count: int = 1, named: int = 50_000, **more: Any) -> Any:
+    skew = Skew(rows, exponent, hot=np.arange(named))
+    return [TableWork(f"t{t}", rows, dim, skew=skew, reads=reads, **more) for t in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("works", "topology", "types", "cut"),
+    [
+        (long(21_290, 128, 1.05, Reads(8192), count=8, named=1000, each_id=True, optimizer=ROW_WISE), GPUS, (),
+         Option(Way.ROWS, 2, 1)),
+        (long(21_290, 128, 1.05, Reads(8192), count=8, named=1000, each_id=True, optimizer=ROW_WISE), GPUS,
+         (ShardingType.COLUMN_WISE,), Option(Way.COLUMNS, 2, 1)),
+        (long(3_172_238, 16, 1.05, Reads(2048, 50), count=2, optimizer=ROW_WISE), CPUS, (), Option(Way.ROWS, 1, 8)),
+        (long(2_059_214, 64, 0.9, Reads(2048, 50), optimizer=specs.Adagrad(0.1)), CPUS, (), Option(Way.GRID, 2, 8)),
+    ],
+    ids=["single ranges", "columns with sums over rows", "ranges over a host", "grid"],
+)  # fmt: skip
+def test_hot_ids_are_taken_beside_every_cut_where_it_costs_least(
+    works: list[TableWork], topology: Topology, types: tuple[ShardingType, ...], cut: Option
+) -> None:
+    problem = build(works, topology, {work.name: Limits(types) for work in works} if types else None)
+    found = solve(problem.instance)
+    assert {problem.options[o]._replace(head=0.0) for o in found.option.tolist()} == {cut}
+    assert all(problem.options[o].head for o in found.option.tolist())
+    beside = [bool(option.head) and (option.way, option.width) == (cut.way, cut.width) for option in problem.options]
+    without = solve(dataclasses.replace(problem.instance, width=np.where(beside, 0, problem.instance.width)))
+    assert found.cost < 0.97 * without.cost
+    shardings = [problem.sharding(t, int(o), found.places[t]) for t, o in enumerate(found.option)]
+    assert all(sharding.hot for sharding in shardings)
+    apart = None if cut.width > 1 else False
+    own = Model(Workload([dataclasses.replace(work, sums_in_hosts=apart) for work in works]), topology)
+    tilings: Any = [sharding.tiling for sharding in shardings]
+    priced = price(tilings, own).seconds
+    assert priced == pytest.approx(found.cost / 1e12, rel=0.005)
+    assert lower_bound(problem.lower, found.cost * 2) / 1e12 <= priced * (1 + 1e-5)
 
 
 def test_hot_ids_that_do_not_fit_are_not_taken() -> None:

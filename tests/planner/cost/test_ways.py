@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tilerec.planner.cost.ways import (
+    HEADS,
     MIN_PARTITION,
     Limits,
     Option,
@@ -44,6 +45,18 @@ def test_further_numbers_of_ranges_are_those_between_one_and_all_ranks() -> None
     found = splits(enumerate_options(Topology(17), [8], row_splits=[1, 2, 5, 17, 20]), Way.ROWS)
     assert found == [2, 3, 4, 5, 6, 8, 16]
     assert splits(enumerate_options(Topology(17), [8]), Way.ROWS, 17) == [1]
+
+
+def test_heads_are_tried_beside_fewer_cuts_of_more_than_a_thousand_tables() -> None:
+    topology = Topology(16, local_world_size=8)
+    for tables, cuts in (
+        (1000, ["rows over 16 ranks", "whole", "columns x 2", "columns x 4", "rows x 2", "rows x 4",
+                "rows over 8 ranks", "grid x 2 over 8 ranks"]),
+        (1001, ["rows over 16 ranks", "whole", "columns x 2", "columns x 4"]),
+    ):  # fmt: skip
+        found = enumerate_options(topology, [128] * tables, heads=True)
+        assert [str(o._replace(head=0.0)) for o in found if o.head == HEADS[0]] == cuts
+        assert len([o for o in found if o.head]) == len(HEADS) * len(cuts)
 
 
 def test_on_several_hosts_rows_lie_on_a_host_and_grids_on_as_many_as_there_are_of_a_size() -> None:

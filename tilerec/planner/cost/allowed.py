@@ -12,7 +12,7 @@ import numpy as np
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.cuts import even_pieces, heads_of
 from tilerec.planner.cost.model import Model
-from tilerec.planner.cost.ways import Limits, Way, enumerate_options, is_of
+from tilerec.planner.cost.ways import MANY_TABLES, Limits, Way, enumerate_options, is_of
 from tilerec.planner.search.instance import Bools, Ints
 from tilerec.spec.plan import ShardingType
 
@@ -70,11 +70,9 @@ class Allowed:
             typed[t] = bool(limit.types)
             stored[True][t], stored[False][t] = limit.cached, limit.on_device
         there = np.zeros((tables, len(options)), np.bool_)
-        # Where repeated ids travel once, the owner of a whole table would decide otherwise than homes of its head.
-        # Column blocks of rules over whole rows exchange sums; hot rows, which are whole, need none.
+        # Where repeated ids travel once, the owner of a part of a table would decide otherwise than homes of its head.
         once = work.per_table(self.model.sent_once(np.arange(len(work.bags)), 1.0).astype(np.float64)) > 0.0
-        beside = {Way.WHOLE: ~work.ordered & ~once, Way.COLUMNS: ~work.ordered & ~once & (work.talks == 0)}
-        before: dict[tuple[Way, int, bool], Ints] = {}  # hot ids of the smaller head
+        before: dict[tuple[Way, int, int, bool], Ints] = {}  # hot ids of the smaller head
         for o, (way, k, width, cached, head) in enumerate(options):
             if way is Way.COLUMNS or way is Way.GRID:
                 there[:, o] = (work.dim % k == 0) & (work.dim // k >= least)
@@ -88,11 +86,14 @@ class Allowed:
             there[:, o] &= stored[cached]
             if head:  # fewer rows than one are no head; a table without an optimizer does not train beside hot rows
                 rows = heads_of(work, head, cached=cached)
-                named = work.attached & (rows > before.get((way, k, cached), 0))
+                named = work.attached & (rows > before.get((way, k, width, cached), 0))
                 first = work.rows - rows >= self.ranks
                 there[:, o] = there[:, o] & (rows > 0) & np.where(work.ordered, first, named)
-                there[:, o] &= beside.get(way, True)
-                before[way, k, cached] = rows
+                if width < self.ranks:
+                    there[:, o] &= ~work.ordered & ~once
+                if way is Way.COLUMNS and tables > MANY_TABLES:
+                    there[:, o] &= work.talks == 0
+                before[way, k, width, cached] = rows
             if cached:  # without an attached optimizer, a gradient as large as the table would be on the device
                 there[:, o] &= work.attached
         for t, limit in self._limited():

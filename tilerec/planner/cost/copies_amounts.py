@@ -60,7 +60,7 @@ def add_copies(amounts: OptionAmounts, o: int, t: Ints) -> None:
 def add_head(amounts: OptionAmounts, model: Model, o: int, t: Ints, head: Head) -> None:
     """Add the amounts of copies of the head of tables t; the other rows have amounts of their own."""
     # Ranks without a piece of the table have a copy, too.
-    at_home = amounts.options[o].width == 1
+    at_home = amounts.options[o].width < amounts.ranks
     _add_rows(amounts, model, o, t, head.first[t], head.rows[t], head.P, head.N, head.payload, head.items, at_home)
 
 

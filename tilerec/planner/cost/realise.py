@@ -64,7 +64,8 @@ def sharding_of(
     if option.way is Way.GRID:
         if ordered:
             sizes = np.diff(row_cuts(model, np.array([table]), option.width, ranges=ranges)[0]).tolist()
-        return _made(kind.GRID_SHARD, grid(name, rows, dim, ranks, topology, sizes=sizes), ranks, work)
+        made = _made(kind.GRID_SHARD, grid(name, rows, dim, ranks, topology, sizes=sizes), ranks, work)
+        return _beside(hot, topology.world_size, made, work)
     if option.head and hot is None:
         edges = row_cuts(model, np.array([table]), len(ranks), option.head, ranges)[0].tolist()
         owners = (ranks, *((rank,) for rank in ranks))
@@ -84,12 +85,10 @@ def sharding_of(
         ranks, sizes = tuple(rank for rank, _ in kept), [size for _, size in kept]
         one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
     found = kind.TABLE_ROW_WISE if one_host and len(set(ranks)) > 1 else kind.ROW_WISE
-    if hot is not None:
-        tiling = row_wise(name, rows, dim, ranks, topology, sizes=sizes)
-        return _beside(hot, topology.world_size, _made(kind.ROW_WISE, tiling, ranks, work), work)
     # Single ranges are priced as if no two of them shared a host, so hosts do not add their rows.
     apart = 1.0 if option.width == 1 and topology.host_count > 1 else None
-    return _made(found, row_wise(name, rows, dim, ranks, topology, sizes=sizes), ranks, work, apart)
+    made = _made(found, row_wise(name, rows, dim, ranks, topology, sizes=sizes), ranks, work, apart)
+    return _beside(hot, topology.world_size, made, work)
 
 
 def _hot_rows(model: Model, table: int, option: Option) -> HotRows:

@@ -6,9 +6,9 @@ Nouns
   pieces  column blocks, ranges of rows on single ranks, or hosts of a grid
   width   number of ranks that hold each piece: 1, those of a host, or all
   cached  rows and their state are in host memory, behind a cache on the device
-  head    copies of the rows that are read most, on every rank; ranges of rows over all ranks, a whole table, or
-          blocks of columns. Of a table in frequency order these are its first rows, which no range has. Of other
-          tables, and behind a cache, they are hot ids, beside all rows
+  head    copies of the rows that are read most, on every rank, beside other cuts than copies. Of a table in frequency
+          order these are its first rows, and the other rows are in ranges over all ranks. Of other tables, and behind
+          a cache, they are hot ids, beside all rows
   limits  the restrictions for one table
 """
 
@@ -30,8 +30,6 @@ GRIDS = (2, 3, 4, 6, 8, 16)
 """Numbers of hosts of a grid that are tried."""
 HEADS = (0.0005, 0.002, 0.01, 0.05)
 """Sizes of heads that are tried, as a part of the rows of a table; of hot ids, at most as many as are known."""
-COLUMNS_WITH_HEAD = (2, 4)
-"""Numbers of column blocks that are tried beside a head."""
 MIN_PARTITION = 32
 """Default of the fewest columns of a column tile."""
 
@@ -74,6 +72,15 @@ class Option(NamedTuple):
         return self.way.value + (f" x {self.pieces}" if self.pieces > 1 else "") + over + behind
 
 
+PIECES_WITH_HEAD = {Way.WHOLE: (1,), Way.COLUMNS: (2, 4), Way.ROWS: (1, 2, 4), Way.GRID: (2,)}
+"""Numbers of pieces that are tried beside a head; of ranges of rows, 1 is those over all ranks, or over a host's."""
+MANY_TABLES = 1_000
+"""More tables than this have fewer options with heads, since every option takes a part of the planner's time.
+
+Theirs are ranges of rows over all ranks, whole tables, and column blocks of rules without sums over rows.
+"""
+
+
 @dataclass(frozen=True)
 class Limits:
     """The restrictions on the options of one table.
@@ -100,6 +107,7 @@ def enumerate_options(
     """Return the options on a topology for tables of these dims; an instance has one column for each.
 
     Args:
+        dims: of each table.
         cached: add each option, except copies, a second time with rows behind a cache. A head is on the device.
         row_splits: further numbers of row ranges, for tables that are limited to so many ranks.
         heads: add options with heads.
@@ -108,10 +116,12 @@ def enumerate_options(
     behind = [option._replace(cached=True) for option in plain if option.way is not Way.COPIES]
     ranks = topology.world_size
     sizes = HEADS if heads and ranks > 1 else ()
-    columns = [(Way.COLUMNS, k, 1) for k in COLUMNS_WITH_HEAD if Option(Way.COLUMNS, k, 1) in plain]
+    cuts = [cut for cut in plain if cut.pieces in PIECES_WITH_HEAD.get(cut.way, ())]
+    if len(dims) > MANY_TABLES:
+        cuts = [cut for cut in cuts if cut.width == ranks or cut.way in (Way.WHOLE, Way.COLUMNS)]
     with_head = [
-        Option(*cut, slow, size)
-        for cut in ((Way.ROWS, 1, ranks), (Way.WHOLE, 1, 1), *columns)
+        cut._replace(cached=slow, head=size)
+        for cut in sorted(cuts, key=lambda cut: cut.width < ranks)
         for slow in (False, True)[: 1 + cached]
         for size in sizes
     ]
