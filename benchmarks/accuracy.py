@@ -4,7 +4,8 @@
 
 DLRM and DeepFM train on MovieLens' ratings (with `--data`) and on the generated stream, on both sides on 1 and 2 ranks
 with tables sharded by tables, rows and columns; "head": here the first 5 % of the rows are on every rank and the others
-cut by rows, TorchRec's tables are row-wise. Tables train by SGD, row-wise Adagrad or Adagrad in the backward pass
+cut by rows; "hot": here the 5 % of the rows that batches read most are `HotRows` beside row-wise tables. TorchRec's
+tables are row-wise in both. Tables train by SGD, row-wise Adagrad or Adagrad in the backward pass
 (FBGEMM has no other optimizer on CPU), dense parameters by SGD. Held-out AUC and log loss are compared at every
 evaluation. The script fails above `--tolerance`.
 
@@ -46,7 +47,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "RowWiseAdagrad": {"kind": "RowWiseAdagrad", "lr": 0.05, "eps": 1e-8},
     "Adagrad": {"kind": "Adagrad", "lr": 0.05, "eps": 1e-8},
 }
-SHARDINGS = ("table_wise", "row_wise", "column_wise", "head")
+SHARDINGS = ("table_wise", "row_wise", "column_wise", "head", "hot")
 
 
 def parts(batch: Batch) -> tuple[torch.Tensor, ...]:

@@ -40,8 +40,10 @@ def tilerec_model(job: dict[str, Any]) -> nn.Module:
         plan = {
             name: headed(name, rows, dim, world)
             if job["sharding"] == "head"
+            else ParameterSharding("row_wise", hot=most_read(job, rows, features))
+            if job["sharding"] == "hot"
             else ParameterSharding(job["sharding"], ranks=[t % world] if job["sharding"] == "table_wise" else None)
-            for t, (name, rows, dim, _) in enumerate(job["tables"])
+            for t, (name, rows, dim, features) in enumerate(job["tables"])
         }
         shard(tables, plan={"": plan})
     return model
@@ -56,6 +58,18 @@ def headed(name: str, rows: int, dim: int, world: int) -> Any:
     edges = [head + (rows - head) * rank // world for rank in range(world + 1)]
     tiles = [(0, head, 0, dim, range(world)), *((edges[r], edges[r + 1], 0, dim, r) for r in range(world))]
     return ParameterSharding("explicit", tiling=Tiling.of(name, rows, dim, tiles))
+
+
+def most_read(job: dict[str, Any], rows: int, features: list[str]) -> Any:
+    """Return a twentieth of a table's rows as hot ids: those that the training batches read most."""
+    from tilerec.spec.hot_rows import HotRows
+
+    counts, keys = torch.zeros(rows, dtype=torch.int64), job["keys"]
+    for _, values, lengths, _ in job["train"]:
+        parts = dict(zip(keys, values.split(lengths.view(len(keys), -1).sum(1).tolist()), strict=True))
+        for feature in features:
+            counts += torch.bincount(parts[feature], minlength=rows)
+    return HotRows(counts.argsort(descending=True, stable=True)[: -(-rows // 20)])
 
 
 def torchrec_model(job: dict[str, Any]) -> nn.Module:
@@ -84,6 +98,7 @@ def torchrec_model(job: dict[str, Any]) -> nn.Module:
         "table_wise": lambda t: sharding_plan.table_wise(rank=t % world, compute_kernel="fused"),
         "row_wise": lambda t: sharding_plan.row_wise(compute_kernel="fused"),
         "head": lambda t: sharding_plan.row_wise(compute_kernel="fused"),
+        "hot": lambda t: sharding_plan.row_wise(compute_kernel="fused"),
         "column_wise": lambda t: sharding_plan.column_wise(ranks=list(range(world)), compute_kernel="fused"),
     }[job["sharding"] if world > 1 else "table_wise"]
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)

@@ -2,9 +2,10 @@
 
     python benchmarks/distinct_ids.py [--ranks 2] [--rounds 9] [--cases sequence,bags] [--exponent 1.05]
 
-Each rank is a process of one thread, over gloo. Both models have the same plan, but for `Wire(distinct=…)`, and take
-turns: once per id, by the counts of the batch (the default), always once. A time is the median over rounds of the
-slowest rank's mean step of a round, in ms; bytes are those that rank 0 sends in a step.
+Each rank is a process of one thread, over gloo. All models have the same plan, but for `Wire(distinct=…)`, and take
+turns: once per id, by the counts of the batch (the default), always once. Messages between the ranks stay in memory, or
+go through sockets with TILEREC_SHARED_MEMORY=0. A time is the median over rounds of the slowest rank's mean step of a
+round, in ms; bytes are those that rank 0 sends in a step.
 
     sequence   8 tables x 100,000 x 64, 1,024 samples of a rank, 20 ids each, unpooled
     bags       26 tables x 100,000 x 128, 2,048 samples of a rank, one id per bag
@@ -89,7 +90,9 @@ def on_rank(case: str, kind: ShardingType, rounds: int, exponent: float) -> dict
     models = {name: Steps(case, kind, Wire(distinct=distinct)) for name, distinct in WAYS.items()}
     found: dict[str, tuple[list[float], int]] = {name: ([], 0) for name in models}
     for number in range(rounds + 1):
-        for name, model in models.items():
+        # Turns rotate, so that each model follows each other one.
+        for name in [*WAYS, *WAYS][number % len(WAYS) :][: len(WAYS)]:
+            model = models[name]
             dist.barrier()
             began = time.perf_counter()
             for batch in batches:
