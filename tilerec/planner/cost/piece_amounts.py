@@ -251,7 +251,8 @@ class PieceAmounts:
         if members not in self._most:
             found, cut, work = self.even * float(members), self.cut, self.amounts.work
             ends, top = self._cuts(np.array([0, members])), self.head.rows[cut]
-            # The first ranges are read most. Cuts are between whole rows, so others have a row more at most at each end.
+            # The first ranges are read most. Cuts are between whole rows, so others have a row more at most at each
+            # end.
             first, row = self.model.workload.share(cut, ends[:, 0], ends[:, 1]), work.share(cut, top, top + 1)
             most = found.copy()
             most[cut] = np.clip(first + 2.0 * row, found[cut], (self.even * float(self.rows))[cut])
