@@ -137,6 +137,23 @@ def test_no_arrangement_is_cheaper_than_its_lower_instance_says(
         assert np.all(lower.memory <= priced.memory * (1 + ROUGH) + 1)
 
 
+@pytest.mark.parametrize("seed", [26, 96, 312, 360])
+def test_of_a_host_whose_ranks_are_proxies_of_unequally_many_homes_the_bound_takes_the_fewest(seed: int) -> None:
+    """The four ranks of a host serve five homes on other hosts: one of them serves two."""
+    topology, draw = Topology(9, hosts=[[0, 1, 2, 3], [4, 5, 6, 7], [8]]), random.Random(seed)
+    tables = [
+        TableWork(
+            f"t{i}", draw.choice([2520, 20_160, 201_600]), draw.choice([16, 64, 256]), optimizer=PLAIN,
+            reads=(Reads(draw.choice([16, 64, 256, 1024]), draw.choice([1.2, 1.5, 2, 4, 8, 16, 40])),),
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    problem = build(tables, topology)
+    option, places, tilings = drawn(problem, topology, None, seed)
+    assert any(problem.options[o].width == 4 for o in option.tolist())
+    assert evaluate(problem.lower, option, places).cost / 1e12 <= price(tilings, apart(problem, option)).seconds
+
+
 def unlike(nic: Any, duplex: bool, hosts: list[list[int]], **times: float) -> Topology:
     """Hosts of several sizes, slow links between them; times: factors on some speeds."""
     topology = Topology(sum(map(len, hosts)), hosts=hosts, nic=nic, inter_host_bw=gigabytes_per_second(2))

@@ -297,13 +297,15 @@ class PieceAmounts:
         if amounts.lower:
             places = np.where(work.ordered[t], 0.0, places)
         merge_heads = 4.0 * amounts.features[t] * (1.0 + sums.most) / sums.most
-        heads = head + self.merge * merge_heads * (sums.far > 0.0)
+        merge_heads = self.merge * merge_heads * (sums.far > 0.0)
         home_crossing = parts * self.direct * self.home_P + self.merge * self.home_sums
         # The members of a sum share its way out, whatever rows they hold.
         fixed = np.where(self.merge > 0.0, 1.0, self.kept)
-        at_home = parts * (heads + self.home_payload + places)
+        at_home = parts * (head + merge_heads + self.home_payload + places)
+        # The member with the fewest turns receives fewer headers and positions.
+        at_owner = head + sums.turn * merge_heads + self.payload + sums.turn * places
         for exchange, count, home_count, fixed_part in (
-            ("ids", heads + self.payload + places, at_home, 0.0),
+            ("ids", at_owner, at_home, 0.0),
             ("rows", crossing * forward, home_crossing * forward, fixed),
             ("gradients", crossing * backward, home_crossing * backward, fixed),
         ):
