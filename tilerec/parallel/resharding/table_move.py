@@ -14,7 +14,6 @@ Nouns
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,14 +22,13 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
-from tilerec.errors import CommsError, ConfigError
-from tilerec.ops.cache.definition import indexable
+from tilerec.errors import ConfigError
 from tilerec.parallel.model_tables import Name, table_word
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer, TensorTransfer
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
+from tilerec.parallel.resharding.head_fill import HeadFill
 from tilerec.sharding.changed_rows import ChangedRows
-from tilerec.sharding.head_rows import HotCopies, names_of
-from tilerec.sharding.logical import CopiesFill
+from tilerec.sharding.head_rows import names_of
 from tilerec.sharding.retile import RowState, new_peers, replace_tiles
 from tilerec.sharding.table import ShardedTable, logical_tensor, tiles_or_empty
 from tilerec.sharding.update import TileRows, UpdatePeers
@@ -76,26 +74,6 @@ class NewTiles(NamedTuple):
     steppers: dict[int, list[dict[str, Any]]]
 
 
-class HeadFill(NamedTuple):
-    """The fill of one tensor of a new head.
-
-    Attributes:
-        head: the tensor.
-        kept: positions of its rows that were hot.
-        old, was: the same tensor of the old head, and the positions of these rows there; None: no row was hot.
-        fresh, part: positions of its other rows, and memory for them.
-        fill: fills `part`.
-    """
-
-    head: Tensor
-    kept: Tensor
-    old: Tensor | None
-    was: Tensor
-    fresh: Tensor
-    part: Tensor
-    fill: CopiesFill
-
-
 class TableMove:
     """The move of a table, under all its names, to another tiling.
 
@@ -121,7 +99,7 @@ class TableMove:
         self._ready: TableFacts | None = None
         self._memory: dict[tuple[Any, ...], list[Tensor]] = {}
         self._heads: dict[tuple[Any, ...], Tensor] = {}
-        self._fills: list[HeadFill] = []
+        self._fill: HeadFill | None = None
         self._made: NewTiles | None = None
 
     @property
@@ -288,7 +266,7 @@ class TableMove:
             self._memory[name] = [
                 torch.empty(_shape_of(place, kind), dtype=kind.dtype, device=device) for place in places
             ]
-        self._allocate_fills()
+        self._allocate_fill()
         held = bool(places[0].owners)
         for part, name in zip(self.load.parts, self._ready.kinds, strict=False):
             part.after = self._memory[name] if held else []
@@ -306,55 +284,31 @@ class TableMove:
 
     def drop(self) -> None:
         """Free the new memory. The table keeps its old tiles."""
-        self._memory, self._heads, self._fills, self._made = {}, {}, [], None
+        self._memory, self._heads, self._fill, self._made = {}, {}, None, None
         for part in self.load.parts:
             part.after = []
 
-    def _allocate_fills(self) -> None:
+    def _allocate_fill(self) -> None:
         """Allocate the messages that fill the new head."""
-        self._fills = []
         if self.new.head is None or self.table.weight.is_meta:
             return
         assert self._ready is not None
-        ids_H = torch.from_numpy(self.new.head.hot.ids.copy())
-        before_H = torch.from_numpy(self._old_ids().copy())
         before = next((rows for rows in self.table.tile_rows if rows.names is not None), None)
-        stays_H = torch.isin(ids_H, before_H)
-        fresh, kept = stays_H.logical_not().nonzero()[:, 0], stays_H.nonzero()[:, 0]
-        was = torch.searchsorted(before_H, ids_H[kept])
         tiles = tiles_or_empty(self.new.bare, self._group.rank)
         tiles = tiles if tiles[0].owners else ()
+        self._fill = HeadFill(self.new.head.hot.ids, self._old_ids())
         for name, head in self._heads.items():
-            kind, part = self._ready.kinds[name], head.new_empty((len(fresh), *head.shape[1:]))
-            logical = logical_tensor(
-                self.new.bare, tiles, [None] * len(tiles), self._memory[name], kind.cells, self._group
-            )  # fmt: skip
-            fill = CopiesFill(replace(logical, copies=HotCopies(ids_H[fresh].to(head.device), part)))
             old = None
-            if before is not None and len(kept):
+            if before is not None:
                 old = before.leaf.detach() if name == ("weight",) else before.state[name[1]]
-            at = [rows.to(head.device) for rows in (kept, was, fresh)]
-            self._fills.append(HeadFill(head, at[0], old, at[1], at[2], part, fill))
+            kind, names = self._ready.kinds[name], [None] * len(tiles)
+            rows = logical_tensor(self.new.bare, tiles, names, self._memory[name], kind.cells, self._group)
+            self._fill.add(head, old, rows)
 
-    @torch.no_grad()
     def fill_head(self) -> None:
-        """Fill the new head: rows that were hot are copied, those that become hot come from their owners. Collective.
-
-        The new tiles have their values. A rank that cannot read its rows raises after the last exchange.
-        """
-        failure: Exception | None = None
-        for own in self._fills:
-            try:
-                own.fill.run()
-                if own.old is not None:
-                    indexable(own.head)[own.kept] = indexable(own.old)[own.was]
-                indexable(own.head)[own.fresh] = indexable(own.part)
-            except CommsError:  # a peer is gone
-                raise
-            except Exception as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        """Fill the new head. Collective. The new tiles have their values; see `HeadFill.run`."""
+        if self._fill is not None:
+            self._fill.run()
 
     def _old_ids(self) -> npt.NDArray[np.int64]:
         return np.empty(0, dtype=np.int64) if self.old.head is None else self.old.head.hot.ids
@@ -457,7 +411,7 @@ class TableMove:
                 state.take({key: parts if held else [] for key, parts in own.items()})
             except Exception as error:
                 first_error = first_error or error
-        self._memory, self._heads, self._fills, self._sources, self._made = {}, {}, [], {}, None
+        self._memory, self._heads, self._fill, self._sources, self._made = {}, {}, None, {}, None
         for part in self.load.parts:
             part.before, part.after = [], []
         return first_error
