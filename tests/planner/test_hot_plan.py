@@ -194,3 +194,10 @@ def test_a_plan_with_hot_rows_has_the_price_of_its_file(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     again = ShardingPlan.load(tmp_path / "plan.json")
     assert made.price([TABLE], again).seconds == made.price([TABLE], plan).seconds
+    assert again.plan[""]["t"].tiling == plan.plan[""]["t"].tiling
+    assert Explainer(made.request([TABLE])).explanation("t").is_in(again)
+    assert plan.report is not None
+    plan.report.save(tmp_path / "report.json")
+    for report in (plan.report, PlanReport.load(tmp_path / "report.json")):
+        assert report.is_of(plan)
+        assert report.is_of(again)

@@ -160,9 +160,9 @@ def _with_tiling(request: PlanRequest, key: str, sharding: ParameterSharding) ->
             f"Table '{key}': got a sharding of {tiling.rows} x {tiling.dim}; expected {table.rows} x {table.dim}. "
             "Plan again, or use the tables that the plan was made for."
         )
-    if not sharding.hot or tiling.head is not None:
+    if sharding.hot is None or (tiling.head is not None and tiling.head.hot == sharding.hot):
         return sharding
-    return complete(sharding, key, table.rows, table.dim, request.topology)  # read from a file
+    return complete(sharding, key, table.rows, table.dim, request.topology)
 
 
 def priced(
