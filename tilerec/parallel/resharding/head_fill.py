@@ -22,7 +22,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class _TensorFill(NamedTuple):
-    """The fill of one tensor. `old`: the same tensor of the old head; `fresh`: its rows that become hot."""
+    """The fill of one tensor. `old`: the same tensor of the old head; `fresh`: its rows that become hot, maybe all."""
 
     head: Tensor
     old: Tensor | None
@@ -53,7 +53,7 @@ class HeadFill:
             old: the same tensor of the old head; None: there is no old head.
             rows: the rows that it has copies of.
         """
-        fresh = head.new_empty((len(self._fresh), *head.shape[1:]))
+        fresh = head.new_empty((len(self._fresh), *head.shape[1:])) if len(self._kept) else head
         copies = HotCopies(self._ids_fresh.to(head.device), fresh)
         fill = CopiesFill(replace(rows, copies=copies))
         self._tensors.append(_TensorFill(head, old if len(self._kept) else None, fresh, fill))
@@ -67,7 +67,8 @@ class HeadFill:
                 fill.run()
                 if old is not None:
                     indexable(head)[self._kept.to(head.device)] = indexable(old)[self._was.to(head.device)]
-                indexable(head)[self._fresh.to(head.device)] = indexable(fresh)
+                if fresh is not head:
+                    indexable(head)[self._fresh.to(head.device)] = indexable(fresh)
             except CommsError:  # a peer is gone
                 raise
             except Exception as error:
