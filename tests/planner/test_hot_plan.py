@@ -23,6 +23,7 @@ from tilerec.planner.cost.workload import Skew
 from tilerec.planner.decision import decide
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.report.explanation import Explainer
+from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.tables import PlannedTable
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -30,8 +31,9 @@ from tilerec.spec.cache import CacheParams
 from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.key_value import KeyValueParams
 from tilerec.spec.optimizer import SGD, Adagrad
-from tilerec.spec.plan import EmbeddingComputeKernel, ShardingPlan, Wire
+from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingPlan, Wire
 from tilerec.spec.table import DataType, EmbeddingConfig
+from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 from tilerec.testing.virtual import run_virtual_ranks
 
@@ -185,3 +187,47 @@ def test_statistics_of_a_longer_table_are_refused_by_name() -> None:
         statistics().constraints([short])
     with pytest.raises(ConfigError, match=r"Table 't': got the hot id \d+; expected ids of its 100 rows"):
         planner(Skew(100, 1.0, hot=ORDER[:50].numpy())).plan([short])
+
+
+def given(hot: HotRows | None, tiled: bool = False) -> ParameterSharding:
+    tiling = Tiling.of("t", ROWS, 64, [(k * ROWS // 4, (k + 1) * ROWS // 4, 0, 64, k) for k in range(4)])
+    return ParameterSharding("row_wise", tiling=tiling if tiled else None, wire=Wire(distinct=False), hot=hot)
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["by its type", "tiled"])
+@pytest.mark.parametrize("way", ["pin", "fixed"])
+def test_hot_rows_of_a_given_sharding_count_in_memory_and_price(way: str, tiled: bool) -> None:
+    def report(hot: HotRows | None) -> PlanReport:
+        own: dict[str, Any] = {}
+        if way == "fixed":
+            own["fixed"] = {"": {"t": given(hot, tiled)}}
+        else:
+            own["constraints"] = {"t": ParameterConstraints(sharding=given(hot, tiled))}
+        found = EmbeddingShardingPlanner(SLOW, batch_size=SAMPLES, **own).plan([TABLE]).report
+        assert found is not None
+        return found
+
+    hot = HotRows(ORDER[:1000].numpy())
+    bare, made = report(None), report(hot)
+    more = [after - before for before, after in zip(bare.memory_per_rank, made.memory_per_rank, strict=True)]
+    assert min(more) >= 1000 * 64 * 4
+    assert any(note.startswith("1 of 1 tables have 1,000 hot rows") for note in made.notes)
+    assert made.cost_s != bare.cost_s
+    with pytest.raises(ConfigError, match="Table 't': got the hot id 20000; expected ids of its 20,000 rows"):
+        report(HotRows([ROWS]))
+
+
+def test_a_plan_with_hot_rows_has_the_price_of_its_file(tmp_path: Path) -> None:
+    made = planner(Skew(ROWS, 1.3, hot=ORDER[:200].numpy()))
+    plan = made.plan([TABLE])
+    assert plan.plan[""]["t"].hot
+    plan.save(tmp_path / "plan.json")
+    again = ShardingPlan.load(tmp_path / "plan.json")
+    assert made.price([TABLE], again).seconds == made.price([TABLE], plan).seconds
+    assert again.plan[""]["t"].tiling == plan.plan[""]["t"].tiling
+    assert Explainer(made.request([TABLE])).explanation("t").is_in(again)
+    assert plan.report is not None
+    plan.report.save(tmp_path / "report.json")
+    for report in (plan.report, PlanReport.load(tmp_path / "report.json")):
+        assert report.is_of(plan)
+        assert report.is_of(again)

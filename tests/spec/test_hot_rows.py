@@ -36,6 +36,8 @@ def test_ids_are_ascending_equal_in_any_order_and_read_back_from_their_text() ->
         (torch.tensor([1.0, 2.0]), "ids of type float32"),
         (torch.tensor([[1], [2]]), r"shape \[2, 1\]"),
         (np.arange(9), "9 ids; expected at most 8"),
+        ([[1], [2, 3]], "ids that make no array"),
+        (torch.tensor([1], device="meta"), "ids that make no array"),
     ],
 )
 def test_ids_that_are_none_are_refused(ids: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from tilerec.planner.make_plan import make_plan
 from tilerec.planner.report.explanation import explain
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.report.report_text import percent_text
-from tilerec.spec.plan import ParameterSharding
+from tilerec.spec.plan import ParameterSharding, Wire
 from tilerec.spec.topology import Topology
 from tilerec.viz.report import write_report
 
@@ -352,6 +353,27 @@ def test_the_card_of_a_table_numbered_by_frequency_draws_its_reads_and_the_cuts(
     )
     assert heights == sorted(heights, reverse=True)
     assert heights[-1] < 0.15 < 0.6 < heights[0]
+
+
+def test_the_curve_of_named_ids_has_hot_rows_and_no_cuts_of_rows(show: Open) -> None:
+    hot = tuple(range(7, 20_000, 20))  # anywhere in the table: the cuts of its rows say nothing about these ids
+    limits = {"a": ParameterConstraints(["row_wise"], pooling_factors=[20], skew=Skew(20_000, 1.3, hot=hot))}
+    given = table("a", 20_000, pooled=False, wire=Wire(distinct=False))
+    made = make_plan(plan_request([given], Topology(4, "cpu", intra_host_bw=1e4), limits))
+    sharding = made.plan["ebc"]["a"]
+    assert sharding.hot
+    page = show(made.report)
+    pick(page, "a")
+    title = f"Reads: share of its ids that its most frequent ones have, {len(sharding.hot):,} hot rows shaded"
+    assert page.text("#curve-title") == title
+    # In the first line of pixels the shade of the hot rows is all that is drawn.
+    shaded = (
+        "(() => { const c = document.getElementById('curve'), pen = c.getContext('2d');"
+        "const d = pen.getImageData(0, 0, c.width, 1).data; let last = 0;"
+        "for (let x = 0; x < c.width; x++) if (d[4 * x + 3]) last = (x + 1) / c.width; return last; })()"
+    )
+    place = math.log1p(len(sharding.hot)) / math.log1p(20_000)
+    assert page.ask(shaded) == pytest.approx(place, abs=0.02)
 
 
 def test_measured_speeds_have_no_banner_and_are_named(show: Open) -> None:

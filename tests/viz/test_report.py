@@ -192,7 +192,7 @@ def test_the_page_explains_as_many_tables_as_it_is_said_and_names_the_command_fo
     heaviest = sorted(made.tables, key=lambda e: (-sum(e.owner_ps) - sum(e.home_ps), e.name))[:5]
     assert {made.tables[int(t)].name for t in data["why"]} == {entry.name for entry in heaviest}
     assert data["why_not"] == "This page explains the 5 tables that add most; of this one: tilerec plan explain"
-    for t, (_, _, ways, _) in data["why"].items():
+    for t, (_, _, ways, *_) in data["why"].items():
         found = explain(made.request, made.tables[int(t)].name)  # type: ignore[arg-type]
         assert [way[6] for way in ways] == [way.step_ps for way in found.considered]
         assert [data["words"][way[0]] for way in ways] == [way.option for way in found.considered]

@@ -1,7 +1,8 @@
-"""`check_replicas`: bitwise comparison of the copies of each tile."""
+"""`check_replicas`: bitwise comparison of the copies of each tile, and of hot rows with their copies."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -10,11 +11,16 @@ from torch import nn
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.sharding.broadcast import tensor_digest
+from tilerec.sharding.head_rows import first_other_row
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.update import TileRows
 
 _Tile = tuple[str, int, int, str]
 """Table name, first row, first column, tensor name."""
+
+_Digests = dict[_Tile, tuple[int, int]]
+_Row = tuple[str, str, int]
+"""Table name, tensor name, row."""
 
 
 @torch.no_grad()
@@ -22,7 +28,7 @@ def check_replicas(model: nn.Module) -> None:
     """Raise on every rank if the copies of a tile differ in their bits. Collective; call it between two steps.
 
     The check covers weights and the attached optimizer's state. It reads every replicated tile once, and ranks
-    exchange 16 bytes per tensor.
+    exchange 16 bytes per tensor. Copies of hot rows are compared with their rows, too.
 
         if step % 1000 == 0:
             check_replicas(model)
@@ -33,19 +39,25 @@ def check_replicas(model: nn.Module) -> None:
     Raises:
         ConfigError: copies differ. The error names the first such table, its tensor, and the ranks.
     """
-    groups: dict[int, tuple[Group, list[TileRows]]] = {}
+    groups: dict[int, tuple[Group, list[TileRows], list[tuple[TileRows, TileRows]]]] = {}
     seen: set[int] = set()
     for part in model.modules():
         if isinstance(part, ShardedTable):
-            _, found = groups.setdefault(id(part.ranks), (part.ranks, []))
+            _, found, hot = groups.setdefault(id(part.ranks), (part.ranks, [], []))
+            heads = [rows for rows in part.tile_rows if rows.names is not None]
             for rows in part.tile_rows:
                 if id(rows) not in seen and len(rows.peers.replicas) > 1:
                     found.append(rows)
+                if id(rows) not in seen and rows.names is None:
+                    hot += [(head, rows) for head in heads]
                 seen.add(id(rows))
-    for group, found in groups.values():
+    for group, found, hot in groups.values():
         group.begin("check_replicas")
         own = {key: digest for rows in found for key, digest in _digests(rows).items()}
-        _compare(cast("list[dict[_Tile, tuple[int, int]]]", group.all_gather_object(own)))
+        others = [(tile.name, *other) for head, tile in hot if (other := first_other_row(head, tile)) is not None]
+        by_rank = cast("list[tuple[_Digests, list[_Row]]]", group.all_gather_object((own, others)))
+        _compare([digests for digests, _ in by_rank])
+        _raise_first([rows for _, rows in by_rank])
 
 
 def _digests(rows: TileRows) -> dict[_Tile, tuple[int, int]]:
@@ -58,7 +70,7 @@ def _digests(rows: TileRows) -> dict[_Tile, tuple[int, int]]:
     }
 
 
-def _compare(digests_by_rank: list[dict[_Tile, tuple[int, int]]]) -> None:
+def _compare(digests_by_rank: Sequence[_Digests]) -> None:
     by_tile: dict[_Tile, dict[tuple[int, int], list[int]]] = {}
     for rank, own in enumerate(digests_by_rank):
         for tile, digest in own.items():
@@ -72,4 +84,15 @@ def _compare(digests_by_rank: list[dict[_Tile, tuple[int, int]]]) -> None:
                 f"Table '{table}': {tensor} of the tile at row {row}, column {column} differs between {holders}; "
                 "expected the same bits. One rank has changed its copy alone. Load a checkpoint on all ranks, and look "
                 "for code that writes tables or steps their optimizer on some ranks only."
+            )
+
+
+def _raise_first(rows_by_rank: Sequence[list[_Row]]) -> None:
+    """Raise for the first hot row that differs from its copies on some rank."""
+    for rank, rows in enumerate(rows_by_rank):
+        for table, tensor, row in rows:
+            raise ConfigError(
+                f"Table '{table}': {tensor} of the hot row {row} on rank {rank} differs from its copies; expected the "
+                "same bits. Code has written rows without their copies, by hand or by torch's dcp.load. Load "
+                "the state dicts of the model and of its optimizer on all ranks, which fills the copies."
             )

@@ -146,7 +146,7 @@ def price_plan(request: PlanRequest, plan: ShardingPlan) -> PlanPrice:
 
 
 def _with_tiling(request: PlanRequest, key: str, sharding: ParameterSharding) -> ParameterSharding:
-    """Return the sharding with a tiling of the table, computed if it has none.
+    """Return the sharding with a tiling of the table, computed if it has none, and its hot rows in the tiling.
 
     Raises:
         ConfigError: its tiling is for a table of another size.
@@ -160,7 +160,9 @@ def _with_tiling(request: PlanRequest, key: str, sharding: ParameterSharding) ->
             f"Table '{key}': got a sharding of {tiling.rows} x {tiling.dim}; expected {table.rows} x {table.dim}. "
             "Plan again, or use the tables that the plan was made for."
         )
-    return sharding
+    if sharding.hot is None or (tiling.head is not None and tiling.head.hot == sharding.hot):
+        return sharding
+    return complete(sharding, key, table.rows, table.dim, request.topology)
 
 
 def priced(

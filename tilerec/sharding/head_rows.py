@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilerec.ops.cache.definition import indexable
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.sharding.replica_messages import id_bounds
 from tilerec.spec.tile import Tile, Tiling
-from tilerec.storage.file_rows import home_rows
+from tilerec.storage.file_rows import home_rows, select_rows
 from tilerec.storage.table_rows import TableRows
 
 
@@ -97,12 +98,38 @@ def write_back(heads: Sequence[Head], ids_N: Tensor, updated: Sequence[tuple[int
 @torch.no_grad()
 def write_all(head: TableRows, tile: TableRows) -> None:
     """Copy all rows of a head that lie in a tile, with their state, to the tile in host memory or in files."""
+    host = torch.device("cpu")
+    rows, parts = _copies_in(head, tile)
+    if rows.numel():
+        at = torch.arange(rows.numel(), device=host)
+        home_rows(tile.host(), host).write_from([own.to(host).contiguous() for own in parts], at, rows)
+
+
+@torch.no_grad()
+def first_other_row(head: TableRows, tile: TableRows) -> tuple[str, int] | None:
+    """Return a tensor's name and the first row of the table that differs there in a tile and in a head, or None."""
+    tile.settle()
+    rows, parts = _copies_in(head, tile)
+    for held, copies in zip(tile.host(), parts, strict=True):
+        own = select_rows(indexable(held), rows.to(held.device)).to(copies.device)
+        if rows.numel():
+            other = (_bytes_of_rows(own) != _bytes_of_rows(indexable(copies))).any(1).nonzero()
+            if len(other):
+                name = next((name for name, own in tile.state.items() if own is held), "weight")
+                return name, int(rows[other[0]]) + tile.place.row_offset
+    return None
+
+
+def _copies_in(head: TableRows, tile: TableRows) -> tuple[Tensor, list[Tensor]]:
+    """Return the hot rows that lie in a tile, as rows of the tile (on the CPU), and the copies of their tensors."""
     first, width, r0 = tile.place.column_offset, tile.leaf.shape[1], tile.place.row_offset
     assert head.names is not None
-    names_H, host = head.names.cpu(), torch.device("cpu")
+    names_H = head.names.cpu()
     begin, end = torch.searchsorted(names_H, names_H.new_tensor([r0, r0 + tile.leaf.shape[0]])).tolist()
-    if begin == end:
-        return
-    rows, at = names_H[begin:end] - r0, torch.arange(end - begin, device=host)
     parts = [own[begin:end] if own.dim() == 1 else own[begin:end, first : first + width] for own in head.host()]
-    home_rows(tile.host(), host).write_from([own.to(host).contiguous() for own in parts], at, rows)
+    return names_H[begin:end] - r0, parts
+
+
+def _bytes_of_rows(tensor: Tensor) -> Tensor:
+    """Return `[rows, bytes]`."""
+    return tensor.contiguous().view(torch.uint8).view(tensor.shape[0], -1)

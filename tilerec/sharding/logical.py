@@ -211,34 +211,11 @@ class LogicalTensor:
             self._exchange_load(source)
         self.fill_copies()
 
-    @torch.no_grad()
     def fill_copies(self) -> None:
         """Fill the copies of hot rows from the pieces, of which writers send them. Collective, if there are any."""
-        if self.copies is None:
-            return
-        self.group.begin("hot rows")
-        rows_H, memory, me = self.copies.rows_H, self.copies.memory, self.group.rank
-        own = {piece.tile: piece.memory for piece in reversed(self.pieces)}
-        receives: dict[int, list[Tensor]] = {}
-        sends: dict[int, list[Tensor]] = {}
-        for t in self.cover.written:
-            tile = self.cover.tiles[t]
-            edges = torch.searchsorted(rows_H, rows_H.new_tensor([tile.r0, tile.r1])).tolist()
-            place = memory[slice(*edges)]  # the ids are ascending, so those of a tile are neighbours
-            place = place[:, tile.c0 : tile.c1] if memory.dim() == 2 else place
-            if t in own:
-                at_H = (rows_H[slice(*edges)] - tile.r0).to(own[t].device)  # rows in host memory, copies on a device
-                indexable(place).copy_(select_rows(indexable(own[t]), at_H))
-                if tile.owners[0] == me:
-                    for rank in sorted({*range(self.group.size)} - {*tile.owners}):
-                        sends.setdefault(rank, []).append(place.reshape(-1))
-            else:
-                receives.setdefault(tile.owners[0], []).append(place)
-        received = {rank: memory.new_empty(sum(map(Tensor.numel, own))) for rank, own in receives.items()}
-        self.group.exchange("hot rows", received, {rank: _concatenated(parts) for rank, parts in sends.items()}).wait()
-        for rank, places in receives.items():
-            for place, values in zip(places, received[rank].split([own.numel() for own in places]), strict=True):
-                place.copy_(values.view(place.shape))
+        if self.copies is not None:
+            self.group.begin("hot rows")
+            CopiesFill(self).run()
 
     def _exchange_load(self, source: LogicalTensor) -> None:
         me = self.group.rank
@@ -287,6 +264,72 @@ class LogicalTensor:
         for t, tile in enumerate(self.cover.tiles):
             for rank in tile.owners:
                 yield t, rank, tile
+
+
+class CopiesFill:
+    """One fill of the copies of a logical tensor from its pieces. The constructor allocates the messages.
+
+    Ranks that have agreed on the fill make and run it without a handshake: a dead rank never answers one, but gloo
+    reports its closed connection to ranks that wait for its message.
+    """
+
+    def __init__(self, tensor: LogicalTensor) -> None:
+        assert tensor.copies is not None
+        rows_H, memory = tensor.copies
+        self._group, me = tensor.group, tensor.group.rank
+        own = {piece.tile: piece.memory for piece in reversed(tensor.pieces)}
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # copies, the piece with their rows, positions in it
+        self._places: dict[int, list[Tensor]] = {}  # by rank: copies of rows that it sends
+        sends: dict[int, list[int]] = {}
+        places: dict[int, Tensor] = {}
+        for t in tensor.cover.written:
+            tile = tensor.cover.tiles[t]
+            first, last = torch.searchsorted(rows_H, rows_H.new_tensor([tile.r0, tile.r1])).tolist()
+            place = memory[first:last]  # the ids are ascending, so those of a tile are neighbours
+            places[t] = place = place[:, tile.c0 : tile.c1] if memory.dim() == 2 else place
+            if t not in own:
+                self._places.setdefault(tile.owners[0], []).append(place)
+                continue
+            at_H = (rows_H[first:last] - tile.r0).to(own[t].device)  # rows in host memory, copies on a device
+            self._kept.append((place, own[t], at_H))
+            if tile.owners[0] == me:
+                for rank in sorted({*range(self._group.size)} - {*tile.owners}):
+                    sends.setdefault(rank, []).append(t)
+        # Ranks that get the same tiles share a message.
+        self._messages = {
+            tiles: (memory.new_empty(sum(places[t].numel() for t in tiles)), [places[t] for t in tiles])
+            for tiles in map(tuple, sends.values())
+        }
+        self._sends = {rank: self._messages[tuple(tiles)][0] for rank, tiles in sends.items()}
+        self._receives = {rank: memory.new_empty(sum(map(Tensor.numel, own))) for rank, own in self._places.items()}
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy and exchange the rows. Collective.
+
+        A rank that cannot read its rows raises after the exchange: its peers wait for a message.
+        """
+        failure: BaseException | None = None
+        try:
+            for place, piece, at_H in self._kept:
+                indexable(place).copy_(select_rows(indexable(piece), at_H))
+            for message, places in self._messages.values():
+                for part, place in _parts(message, places):
+                    part.copy_(place)
+        except BaseException as error:
+            failure = error
+        self._group.exchange("hot rows", self._receives, self._sends).wait()
+        if failure is not None:
+            raise failure
+        for rank, places in self._places.items():
+            for part, place in _parts(self._receives[rank], places):
+                place.copy_(part)
+
+
+def _parts(message: Tensor, places: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the part of a message for each place, in the shape of the place, and the place."""
+    for part, place in zip(message.split([own.numel() for own in places]), places, strict=True):
+        yield part.view(place.shape), place
 
 
 def _sender(tile: Tile, rank: int) -> int:

@@ -135,7 +135,7 @@ STRATEGIES: Mapping[ShardingType, Strategy] = MappingProxyType(
 def complete(
     sharding: ParameterSharding | Tiling, name: str, rows: int, dim: int, topology: Topology
 ) -> ParameterSharding:
-    """Return one table's sharding with its tiling filled in from sharding type and ranks.
+    """Return one table's sharding with its tiling filled in from sharding type and ranks, and its hot rows in it.
 
     Args:
         sharding: its tiling is kept if it has one; a bare `Tiling` is an explicit sharding.
@@ -144,7 +144,7 @@ def complete(
 
     Raises:
         ConfigError: ranks are missing, are too many or do not fit the sharding type, columns do not divide, a rank is
-            outside the world, or a tiling is for a table of another size.
+            outside the world, or a tiling or a hot id is for a table of another size.
     """
     if isinstance(sharding, Tiling):
         sharding = ParameterSharding(ShardingType.EXPLICIT, tiling=sharding)
@@ -166,7 +166,8 @@ def complete(
             "plan again, or leave the tiling out: it is then built from sharding_type and ranks."
         )
     tiling.check(name, topology.world_size)
-    return sharding
+    with_head = tiling if sharding.hot is None else tiling.with_hot(name, sharding.hot, topology.world_size)
+    return sharding if with_head is tiling else replace(sharding, tiling=with_head)
 
 
 def column_pieces(dim: int, most: int, min_width: int = MIN_WIDTH) -> int:

@@ -14,6 +14,7 @@ from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue
@@ -27,7 +28,8 @@ class HotRows:
     """Hot ids of a table.
 
     Args:
-        ids: int64 `[h]`, distinct, from 0, in any order: a tensor, an array or a list. None at all: no row is hot.
+        ids: int64 `[h]`, distinct, from 0, in any order: a tensor of any device, an array or a list. None at all: no
+            row is hot.
 
     Attributes:
         ids: the same, ascending; must not be written.
@@ -37,7 +39,13 @@ class HotRows:
     """
 
     def __init__(self, ids: Any = ()) -> None:
-        found: npt.NDArray[Any] = np.asarray([] if isinstance(ids, Sequence) and not len(ids) else ids)
+        try:
+            own_ids = ids.cpu() if isinstance(ids, torch.Tensor) else ids
+            found: npt.NDArray[Any] = np.asarray([] if isinstance(ids, Sequence) and not len(ids) else own_ids)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"HotRows: got ids that make no array ({error}); expected int64 [h]. Pass a tensor, an array or a list."
+            ) from error
         if found.ndim != 1 or (len(found) and found.dtype != np.int64):
             raise ConfigError(
                 f"HotRows: got ids of type {found.dtype} and shape {list(found.shape)}; expected int64 [h]. Convert "

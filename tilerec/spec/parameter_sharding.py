@@ -278,11 +278,14 @@ class ParameterSharding:
         return out
 
     @staticmethod
-    def from_json(name: str, data: Mapping[str, Any] | JsonValue) -> ParameterSharding:
+    def from_json(
+        name: str, data: Mapping[str, Any] | JsonValue, world_size: int | None = None
+    ) -> ParameterSharding:  # fmt: skip
         """Build from a dict that `to_json` returned. `sharding_type` is required, and `rows` and `dim` with `tiling`.
 
         Args:
             name: the table's name, for messages.
+            world_size: number of ranks; the tiling then has the hot rows as its head. None: unknown.
         """
         value = JsonValue.of(data, f"Table '{name}' in the plan")
         found = value.record(_FIELDS, ("sharding_type",))
@@ -295,7 +298,10 @@ class ParameterSharding:
         ranks = read_ranks(found["ranks"]) if "ranks" in found else None
         wire = read_wire(found["wire"]) if "wire" in found else None
         given = {key: each for key, each in found.items() if each.value is not None}
+        hot = HotRows.from_json(given["hot"]) if "hot" in given else None
         try:
+            if tiling is not None and world_size is not None:
+                tiling = tiling.with_hot(name, hot, world_size)
             return ParameterSharding(
                 found["sharding_type"].text('a sharding type such as "row_wise"'),
                 given["compute_kernel"].text() if "compute_kernel" in given else None,
@@ -306,7 +312,7 @@ class ParameterSharding:
                 wire=wire,
                 data_type=_data_type(found["data_type"]) if "data_type" in found else None,
                 ids_per_bag=given["ids_per_bag"].number(0) if "ids_per_bag" in given else None,
-                hot=HotRows.from_json(given["hot"]) if "hot" in given else None,
+                hot=hot,
             )
         except ConfigError as error:
             if str(error).startswith(value.where):

@@ -227,15 +227,16 @@ class ShardingPlan:
         found = value.record(("version", "world_size", "hosts", "plan"), ("plan",))
         check_version(found, VERSION, "Plan again.")
         given = {key: each for key, each in found.items() if each.value is not None}
+        size = given["world_size"].whole(1, MOST_RANKS) if "world_size" in given else None
         modules = {
             path: EmbeddingModuleShardingPlan(
-                {table: ParameterSharding.from_json(table, item) for table, item in part.members().items()}
+                {table: ParameterSharding.from_json(table, item, size) for table, item in part.members().items()}
             )
             for path, part in found["plan"].members("an object of modules").items()
         }
         return ShardingPlan(
             modules,
-            given["world_size"].whole(1, MOST_RANKS) if "world_size" in given else None,
+            size,
             read_hosts(given["hosts"]) if "hosts" in given else None,
         )
 

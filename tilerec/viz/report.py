@@ -213,7 +213,7 @@ def _data(
 
 
 def _why(one: Explanation, words: _Interned) -> list[Any]:
-    """Return the reason, the notes, the considered ways, and the curve of reads.
+    """Return the reason, the notes, the considered ways, the curve of reads, `ordered`, and the number of hot rows.
 
     Each way has: option, pieces, width, bytes of a piece, ps on owners, ps on all ranks, ps of the step, verdict.
     """
@@ -222,7 +222,9 @@ def _why(one: Explanation, words: _Interned) -> list[Any]:
         verdict = one.verdict(way, _time)
         figures = (way.pieces, way.width, way.piece_bytes, way.owner_ps, way.home_ps, way.step_ps)
         ways.append([words.place(way.option, way.option), *figures, words.place(verdict, verdict)])
-    return [_sentence(one.reason(_time)), list(one.notes), ways, [list(point) for point in one.curve]]
+    hot = 0 if one.tiling is None or one.tiling.head is None else len(one.tiling.head.hot)
+    curve = [list(point) for point in one.curve]
+    return [_sentence(one.reason(_time)), list(one.notes), ways, curve, one.ordered, hot]
 
 
 class _Interned:

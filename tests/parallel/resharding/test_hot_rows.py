@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.table_move import TableMove
 from tilerec.parallel.shard import shard
 from tilerec.planner.planner import EmbeddingShardingPlanner
+from tilerec.sharding import logical
 from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.tile import Tiling
@@ -133,6 +135,50 @@ def test_a_failure_midway_leaves_the_hot_rows_as_they_were(place: str, monkeypat
 
     monkeypatch.setattr(TableMove, place, fails)
     run_virtual_ranks(2, live)
+
+
+def test_a_rank_that_cannot_read_its_rows_midway_still_sends_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of("adam", "2")
+    base, cuts = build(case), tilings(ONE, case)
+    own, moving = logical.select_rows, threading.Event()
+
+    def fails(tensor: Tensor, rows: Tensor) -> Tensor:
+        if moving.is_set() and threading.current_thread().name == "rank 1":
+            raise RuntimeError("broken disk")
+        return own(tensor, rows)
+
+    def live(group: Group) -> None:
+        module = sharded(case, base, with_hot(cuts, 2, *HOT), group)
+        twin = copy.deepcopy(module)
+        moving.set()
+        with pytest.raises(ReshardError, match=r"rank 1 failed in the move, .*broken disk.*works as before"):
+            reshard(module, {"": _as_plan(with_hot(cuts, 2, *OTHER_HOT))}, progress=False)
+        moving.clear()
+        assert_same(module, twin)
+        assert plan_of(module).plan[""]["t0"].hot == HotRows(np.array(HOT[0]))
+        check_replicas(module)
+
+    monkeypatch.setattr(logical, "select_rows", fails)
+    run_virtual_ranks(2, live)
+
+
+def test_a_move_of_hot_rows_waits_in_no_handshake_which_a_dead_rank_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = case_of("adam", "2")
+    base, cuts = build(case), tilings(ONE, case)
+    begun: list[str] = []
+
+    def live(group: Group) -> None:
+        module = sharded(case, base, with_hot(cuts, 2, *HOT), group)
+        own = module.exchange.group
+        begin = own.begin
+        if group.rank == 0:
+            monkeypatch.setattr(own, "begin", lambda operation: (begun.append(operation), begin(operation)))
+        reshard(module, {"": _as_plan(with_hot(cuts, 2, *OTHER_HOT))}, progress=False)
+
+    run_virtual_ranks(2, live)
+    assert begun == ["reshard"]
 
 
 def test_a_batch_that_was_routed_before_a_head_moved_is_routed_again() -> None:

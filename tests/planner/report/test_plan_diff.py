@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilerec.planner.report.plan_diff import moved_cells, plan_diff
+from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, Wire
 from tilerec.spec.table import DataType
 from tilerec.spec.tile import Tiling
@@ -71,3 +72,18 @@ def test_another_wire_or_type_is_a_difference() -> None:
         "explicit on 0-1, wire fp32 and fp32  explicit on 0-1, wire fp32 and fp32, repeated ids travel each time"
         in (str(found))
     )
+
+
+def test_other_hot_rows_are_a_difference_and_the_copies_that_ranks_lack_move() -> None:
+    def made(*hot: int, tiling: Tiling = ROWS, none: bool = False) -> ShardingPlan:
+        sharding = ParameterSharding("explicit", tiling=tiling, hot=None if none else HotRows(hot))
+        return ShardingPlan({"": EmbeddingModuleShardingPlan({"t": sharding})}, 2)
+
+    assert not plan_diff(made(), made(none=True)).changes
+    assert not plan_diff(made(0, 3), made(tiling=ROWS.with_hot("t", HotRows([0, 3]), 2), none=True)).changes
+    found = plan_diff(made(0, 3), made(1, 2, 3))
+    assert found.changes[0].moved == 2 * 2  # rows 1 and 2, of two columns, each to the rank that lacks it
+    assert "2 hot rows (1 of them only here)" in str(found)
+    assert "3 hot rows (2 of them only here)" in str(found)
+    assert "no hot rows" in str(plan_diff(made(0), made()))
+    assert plan_diff(made(0), made(0, tiling=WHOLE_1)).changes[0].moved == 4

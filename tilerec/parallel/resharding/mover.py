@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from tilerec.comms.agreement import errors_of_ranks, on_all_ranks
 from tilerec.comms.group import Group
-from tilerec.errors import ReshardError
+from tilerec.errors import CommsError, ReshardError
 from tilerec.parallel.resharding.chunked_transfer import ChunkedTransfer, sent_by_rank
 from tilerec.parallel.resharding.end_state import EndState, end_state
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
@@ -173,6 +173,8 @@ class Mover:
             for move in own:  # a failed rank takes part, too: peers wait for its messages
                 try:
                     move.fill_head()
+                except CommsError:  # a peer is gone
+                    raise
                 except Exception as error:
                     failure = failure or error
             if failure is None:

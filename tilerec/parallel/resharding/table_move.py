@@ -14,7 +14,6 @@ Nouns
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -24,12 +23,12 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
-from tilerec.ops.cache.definition import indexable
 from tilerec.parallel.model_tables import Name, table_word
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer, TensorTransfer
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
+from tilerec.parallel.resharding.head_fill import HeadFill
 from tilerec.sharding.changed_rows import ChangedRows
-from tilerec.sharding.head_rows import HotCopies, names_of
+from tilerec.sharding.head_rows import names_of
 from tilerec.sharding.retile import RowState, new_peers, replace_tiles
 from tilerec.sharding.table import ShardedTable, logical_tensor, tiles_or_empty
 from tilerec.sharding.update import TileRows, UpdatePeers
@@ -100,6 +99,7 @@ class TableMove:
         self._ready: TableFacts | None = None
         self._memory: dict[tuple[Any, ...], list[Tensor]] = {}
         self._heads: dict[tuple[Any, ...], Tensor] = {}
+        self._fill: HeadFill | None = None
         self._made: NewTiles | None = None
 
     @property
@@ -266,6 +266,7 @@ class TableMove:
             self._memory[name] = [
                 torch.empty(_shape_of(place, kind), dtype=kind.dtype, device=device) for place in places
             ]
+        self._allocate_fill()
         held = bool(places[0].owners)
         for part, name in zip(self.load.parts, self._ready.kinds, strict=False):
             part.after = self._memory[name] if held else []
@@ -283,37 +284,31 @@ class TableMove:
 
     def drop(self) -> None:
         """Free the new memory. The table keeps its old tiles."""
-        self._memory, self._heads, self._made = {}, {}, None
+        self._memory, self._heads, self._fill, self._made = {}, {}, None, None
         for part in self.load.parts:
             part.after = []
 
-    @torch.no_grad()
-    def fill_head(self) -> None:
-        """Fill the new head: rows that were hot are copied, those that become hot come from their owners. Collective.
-
-        The new tiles have their values.
-        """
+    def _allocate_fill(self) -> None:
+        """Allocate the messages that fill the new head."""
         if self.new.head is None or self.table.weight.is_meta:
             return
         assert self._ready is not None
-        ids_H = torch.from_numpy(self.new.head.hot.ids.copy())
-        before_H = torch.from_numpy(self._old_ids().copy())
-        old = next((rows for rows in self.table.tile_rows if rows.names is not None), None)
-        stays_H = torch.isin(ids_H, before_H)
-        fresh, kept = stays_H.logical_not().nonzero()[:, 0], stays_H.nonzero()[:, 0]
-        was = torch.searchsorted(before_H, ids_H[kept])
+        before = next((rows for rows in self.table.tile_rows if rows.names is not None), None)
         tiles = tiles_or_empty(self.new.bare, self._group.rank)
         tiles = tiles if tiles[0].owners else ()
+        self._fill = HeadFill(self.new.head.hot.ids, self._old_ids())
         for name, head in self._heads.items():
-            kind, part = self._ready.kinds[name], head.new_empty((len(fresh), *head.shape[1:]))
-            if old is not None and len(kept):
-                source = old.leaf.detach() if name == ("weight",) else old.state[name[1]]
-                indexable(head)[kept.to(head.device)] = indexable(source)[was.to(head.device)]
-            logical = logical_tensor(
-                self.new.bare, tiles, [None] * len(tiles), self._memory[name], kind.cells, self._group
-            )  # fmt: skip
-            replace(logical, copies=HotCopies(ids_H[fresh].to(head.device), part)).fill_copies()
-            indexable(head)[fresh.to(head.device)] = indexable(part)
+            old = None
+            if before is not None:
+                old = before.leaf.detach() if name == ("weight",) else before.state[name[1]]
+            kind, names = self._ready.kinds[name], [None] * len(tiles)
+            rows = logical_tensor(self.new.bare, tiles, names, self._memory[name], kind.cells, self._group)
+            self._fill.add(head, old, rows)
+
+    def fill_head(self) -> None:
+        """Fill the new head. Collective. The new tiles have their values; see `HeadFill.run`."""
+        if self._fill is not None:
+            self._fill.run()
 
     def _old_ids(self) -> npt.NDArray[np.int64]:
         return np.empty(0, dtype=np.int64) if self.old.head is None else self.old.head.hot.ids
@@ -416,7 +411,7 @@ class TableMove:
                 state.take({key: parts if held else [] for key, parts in own.items()})
             except Exception as error:
                 first_error = first_error or error
-        self._memory, self._heads, self._sources, self._made = {}, {}, {}, None
+        self._memory, self._heads, self._fill, self._sources, self._made = {}, {}, None, {}, None
         for part in self.load.parts:
             part.before, part.after = [], []
         return first_error

@@ -78,7 +78,8 @@ class Explanation:
         tiling: the table's tiling in the plan.
         bound_ps: lower bound on the time of a step, over all plans.
         together: keys of the co-located tables.
-        curve: (rows, share of the ids in the first so many rows) of a table whose ids are numbered by frequency.
+        curve: (k, share of the ids that its k most frequent ones have) of a table that may have a head.
+        ordered: its ids are numbered by frequency, so the k most frequent ones are its first k rows.
     """
 
     table: str
@@ -91,6 +92,7 @@ class Explanation:
     bound_ps: int = 0
     together: tuple[str, ...] = ()
     curve: tuple[tuple[int, float], ...] = ()
+    ordered: bool = False
 
     def is_in(self, plan: ShardingPlan) -> bool:
         """Return True if the plan has the tiling of this table that is explained here."""
@@ -281,6 +283,7 @@ class Explainer:
             key, self.step_ps, tuple(found), tuple(self._notes(key, t, others)), path, name,
             self._tilings[key], self.decision.bound, others,
             self.problem.read_curve(t) if self._has_heads(t) else (),
+            bool(self.problem.model.workload.ordered[t]),
         )  # fmt: skip
 
     @cached_property

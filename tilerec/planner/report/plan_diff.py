@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.plan_table import bytes_text, format_columns
 from tilerec.spec.ranks import ranks_to_text
@@ -18,8 +21,8 @@ class Change:
     Args:
         path, name: path of the table's module, and the table's name.
         before, after: shardings in the first and second plan; None if the plan lacks the table.
-        moved: cells that a rank holds in the second plan but not in the first, summed over ranks; 0 if the table has
-            different sizes in the plans.
+        moved: cells that a rank holds in the second plan but not in the first, copies of hot rows included, summed over
+            ranks; 0 if the table has different sizes in the plans.
     """
 
     path: str
@@ -89,8 +92,12 @@ def plan_diff(first: ShardingPlan, second: ShardingPlan) -> PlanDiff:
             changes.append(Change(path, name, one, other))
         elif _compared_fields(one) != _compared_fields(other):
             alike = _sizes(one) is not None and _sizes(one) == _sizes(other)
-            assert not alike or (one.tiling is not None and other.tiling is not None)
-            moved = moved_cells(one.tiling, other.tiling) if alike else 0  # type: ignore[arg-type]
+            moved = 0
+            if alike:
+                assert one.tiling is not None
+                assert other.tiling is not None
+                ranks = second.world_size or max(other.tiling.ranks()) + 1
+                moved = moved_cells(one.tiling, other.tiling) + copied_cells(one.hot, other.hot, other.tiling, ranks)
             changes.append(Change(path, name, one, other, moved))
     return PlanDiff(len(names), tuple(changes))
 
@@ -106,6 +113,20 @@ def moved_cells(first: Tiling, second: Tiling) -> int:
     )
 
 
+def copied_cells(first: HotRows | None, second: HotRows | None, tiling: Tiling, ranks: int) -> int:
+    """Return the cells of rows that become hot, summed over the ranks that do not hold them by the new tiling.
+
+    Example: row 3 of a table of 4 x 2 cells on rank 0 becomes hot on 3 ranks: 4 cells.
+    """
+    fresh = np.setdiff1d((second or HotRows()).ids, (first or HotRows()).ids)
+    return sum(
+        int(np.searchsorted(fresh, tile.r1) - np.searchsorted(fresh, tile.r0))
+        * (tile.c1 - tile.c0)
+        * (ranks - len(tile.owners))
+        for tile in tiling.tiles()
+    )
+
+
 def _common(one: Sequence[Rectangle], other: Sequence[Rectangle]) -> int:
     total = 0
     for a in one:
@@ -118,7 +139,8 @@ def _common(one: Sequence[Rectangle], other: Sequence[Rectangle]) -> int:
 
 def _compared_fields(sharding: ParameterSharding) -> tuple[object, ...]:
     """Return the fields that are compared between plans."""
-    return (sharding.tiling, sharding.kind, sharding.kernel, sharding.wire, sharding.data_type)
+    tiling = None if sharding.tiling is None else sharding.tiling.bare  # a plan from a file has hot rows beside it
+    return (tiling, sharding.hot or HotRows(), sharding.kind, sharding.kernel, sharding.wire, sharding.data_type)
 
 
 def _sizes(sharding: ParameterSharding | None) -> tuple[int, int] | None:
@@ -127,7 +149,7 @@ def _sizes(sharding: ParameterSharding | None) -> tuple[int, int] | None:
 
 
 def _sharding_text(sharding: ParameterSharding | None, other: ParameterSharding | None) -> str:
-    """Return a sharding as text; table size, data type and wire only if they differ from the other plan."""
+    """Return a sharding as text; table size, data type, wire and hot rows only if they differ from the other plan."""
     if sharding is None:
         return "not there"
     more = ""
@@ -142,6 +164,11 @@ def _sharding_text(sharding: ParameterSharding | None, other: ParameterSharding 
             more += ", wire not set" if wire is None else f", wire {wire.forward} and {wire.backward}"
             if wire is not None and wire.distinct is not None:
                 more += f", repeated ids travel {'once' if wire.distinct else 'each time'}"
+        mine, theirs = sharding.hot or HotRows(), other.hot or HotRows()
+        if mine != theirs:
+            only = len(np.setdiff1d(mine.ids, theirs.ids))
+            some = f" ({only:,} of them only here)" if len(theirs) and 0 < only < len(mine) else ""
+            more += f", {len(mine):,} hot rows{some}" if len(mine) else ", no hot rows"
     ranks = ranks_to_text(sharding.ranks or ())
     kernel = "" if sharding.kernel is None else f" ({sharding.kernel.value})"
     shown = ranks if len(ranks) <= 24 else f"{len(set(sharding.ranks or ()))} ranks"

@@ -84,14 +84,15 @@ function whyOf(t) {
           element("td", {}, width > 1 ? `${pieces} × ${width}` : `${pieces}`), ...[bytes(size), time(own), time(home)].map((text) => element("td", { class: "n" }, text)))))))),
   ];
 }
-// The share of a table's ids in its first rows, over a logarithmic axis of rows, with the cuts of its tiling. Rows that
-// every rank holds are shaded.
+// The share of a table's ids that its most frequent ones have, over a logarithmic axis. Rows that every rank holds are
+// shaded. If ids are numbered by frequency, the axis is that of the rows, and shows the cuts of the tiling, too.
 function curveOf(t) {
-  const points = data.why[t]?.[3] ?? [];
+  const [, , , points = [], ordered, hot] = data.why[t] ?? [];
   if (!points.length) return [];
   const rows = data.rows[t], place = (row) => Math.log(1 + row) / Math.log(1 + rows);
-  const tiles = tilesOf(t), shareAt = (row) => points.findLast(([r]) => r <= row)?.[1] ?? 0;
-  const picture = element("canvas", { id: "curve", role: "img", "aria-label": `Share of the ids of ${nameOf(t)} in its first rows` });
+  const head = hot ? [{ r0: 0, r1: hot, who: [0, 1] }] : [];
+  const tiles = [...head, ...(ordered ? tilesOf(t) : [])], shareAt = (row) => points.findLast(([r]) => r <= row)?.[1] ?? 0;
+  const picture = element("canvas", { id: "curve", role: "img", "aria-label": `Share of the ids of ${nameOf(t)} ${ordered ? "in its first rows" : "that its most frequent ones have"}` });
   picture.draw = () => {
     const { pen, width, height } = canvas(picture), low = height - 16;
     for (const { r0, r1, who } of tiles) {
@@ -116,9 +117,11 @@ function curveOf(t) {
   };
   tip(picture, (x) => {
     const row = Math.round((1 + rows) ** (x / picture.clientWidth) - 1);
-    return `first ${whole(row)} rows: ${(100 * shareAt(row)).toFixed(0)} % of the ids`;
+    return `${ordered ? `first ${whole(row)} rows` : `${whole(row)} most frequent ids`}: ${(100 * shareAt(row)).toFixed(0)} % of the ids`;
   });
-  return [element("h4", {}, "Reads: share of its ids in its first rows, with the cuts of the plan"), picture];
+  const first = hot ? `, ${whole(hot)} hot rows shaded` : "";
+  const title = ordered ? `in its first rows, with the cuts of the plan${first}` : `that its most frequent ones have${first}`;
+  return [element("h4", { id: "curve-title" }, `Reads: share of its ids ${title}`), picture];
 }
 function drawTable() {
   const t = chosenTable;
