@@ -30,12 +30,12 @@ def test_ids_are_ascending_equal_in_any_order_and_read_back_from_their_text() ->
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
-        ([1, 2, 1], "the id 1 twice"),
-        ([-1, 2], "the id -1; expected ids from 0"),
+        ([1, 2, 1], "the hot id 1 twice"),
+        ([-1, 2], "the hot id -1; expected row numbers from 0"),
         (np.array([1, 2], dtype=np.int32), "ids of type int32"),
         (torch.tensor([1.0, 2.0]), "ids of type float32"),
         (torch.tensor([[1], [2]]), r"shape \[2, 1\]"),
-        (np.arange(9), "9 ids; expected at most 8"),
+        (np.arange(9), "9 hot ids; expected at most 8"),
         ([[1], [2, 3]], "ids that make no array"),
         (torch.tensor([1], device="meta"), "ids that make no array"),
     ],

@@ -23,6 +23,36 @@ MOST_HOT_ROWS = 1 << 20
 """Most hot rows of a table: their ids are a part of the plan, which ranks compare and files hold as text."""
 
 
+def distinct_ids(ids: Any, owner: str, move: str) -> npt.NDArray[np.int64]:
+    """Return row numbers of a table as an array, in their order.
+
+    Args:
+        ids: as of `HotRows`.
+        owner, move: begin and end of errors.
+
+    Raises:
+        ConfigError: as in `HotRows`.
+    """
+    try:
+        own = ids.cpu() if isinstance(ids, torch.Tensor) else ids
+        found: npt.NDArray[Any] = np.asarray([] if isinstance(own, Sequence) and not len(own) else own)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{owner}: got hot ids that make no array ({error}); expected int64 [h]. {move}") from error
+    if found.ndim != 1 or (len(found) and found.dtype != np.int64):
+        raise ConfigError(
+            f"{owner}: got hot ids of type {found.dtype} and shape {list(found.shape)}; expected int64 [h]. {move}"
+        )
+    if len(found) > MOST_HOT_ROWS:
+        raise ConfigError(f"{owner}: got {len(found):,} hot ids; expected at most {MOST_HOT_ROWS:,}. {move}")
+    ordered = np.sort(found)
+    if len(ordered) and ordered[0] < 0:
+        raise ConfigError(f"{owner}: got the hot id {ordered[0]}; expected row numbers from 0. {move}")
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        raise ConfigError(f"{owner}: got the hot id {twice[0]} twice; expected each id once. {move}")
+    return found.astype(np.int64)
+
+
 @final
 class HotRows:
     """Hot ids of a table.
@@ -39,26 +69,7 @@ class HotRows:
     """
 
     def __init__(self, ids: Any = ()) -> None:
-        try:
-            own_ids = ids.cpu() if isinstance(ids, torch.Tensor) else ids
-            found: npt.NDArray[Any] = np.asarray([] if isinstance(ids, Sequence) and not len(ids) else own_ids)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"HotRows: got ids that make no array ({error}); expected int64 [h]. Pass a tensor, an array or a list."
-            ) from error
-        if found.ndim != 1 or (len(found) and found.dtype != np.int64):
-            raise ConfigError(
-                f"HotRows: got ids of type {found.dtype} and shape {list(found.shape)}; expected int64 [h]. Convert "
-                "them."
-            )
-        if len(found) > MOST_HOT_ROWS:
-            raise ConfigError(f"HotRows: got {len(found):,} ids; expected at most {MOST_HOT_ROWS:,}. Pass fewer.")
-        own = np.sort(found.astype(np.int64))
-        if len(own) and own[0] < 0:
-            raise ConfigError(f"HotRows: got the id {own[0]}; expected ids from 0. Leave it out.")
-        twice = own[1:][own[1:] == own[:-1]]
-        if len(twice):
-            raise ConfigError(f"HotRows: got the id {twice[0]} twice; expected distinct ids. Leave one of them out.")
+        own = np.sort(distinct_ids(ids, "HotRows", "Correct them."))
         own.setflags(write=False)
         self.ids: npt.NDArray[np.int64] = own
 

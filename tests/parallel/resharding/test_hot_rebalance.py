@@ -83,7 +83,7 @@ def planner() -> EmbeddingShardingPlanner:
 
 
 def moved(module: Any) -> Rebalanced:
-    return rebalance(module, planner(), least_gain=0.0, horizon=10**9, progress=False)
+    return rebalance(module, planner(), horizon=10**9, progress=False)
 
 
 @pytest.mark.parametrize("in_files", [False, True])

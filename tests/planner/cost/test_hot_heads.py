@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from tests.planner.cost.test_price import MANY, check
 from tilerec.errors import ConfigError
+from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.head_bytes import bytes_saved, head_bytes, read_curve
 from tilerec.planner.cost.hot_reads import HotReads
 from tilerec.planner.cost.model import HOST, HOT_PIECE, Model
@@ -483,6 +485,18 @@ def test_the_bytes_and_the_curve_of_hot_ids_are_those_of_its_price() -> None:
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
+def test_a_skew_holds_eight_bytes_per_hot_id_and_compares_them() -> None:
+    hot = np.random.default_rng(0).permutation(1_000)
+    skew = Skew(1_000, 1.0, hot=hot)
+    assert memoryview(skew.hot).nbytes == 8_000  # type: ignore[arg-type]
+    assert list(skew.hot) == hot.tolist()
+    assert skew == Skew(1_000, 1.0, hot=torch.from_numpy(hot))
+    assert hash(skew) == hash(Skew(1_000, 1.0, hot=hot.tolist()))
+    assert skew != Skew(1_000, 1.0, hot=hot[::-1])
+    limits = ParameterConstraints(skew=skew)
+    assert ParameterConstraints.from_json("t", json.loads(json.dumps(limits.to_json()))) == limits
+
+
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
@@ -490,7 +504,9 @@ def test_the_bytes_and_the_curve_of_hot_ids_are_those_of_its_price() -> None:
         ([-1], "the hot id -1; expected row numbers from 0"),
         ([0.5], "hot ids of type float64"),
         (["a"], "hot ids of type"),
-        (range(11), "11 hot ids; expected at most 10, of 10 different ids"),
+        (range(11), "11 hot ids; expected at most 10, the different ids"),
+        ([[1], [2, 3]], "hot ids that make no array"),
+        (torch.tensor([1], device="meta"), "hot ids that make no array"),
     ],
 )
 def test_hot_ids_that_are_none_are_refused(ids: Any, words: str) -> None:

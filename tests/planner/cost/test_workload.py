@@ -326,6 +326,7 @@ def test_a_curve_of_all_ids_leaves_nothing_to_a_law() -> None:
         (((1, 0.5), (4, 0.9)), "shares that reach 1 at 4"),
         (((1,),), "numbers of ids that rise"),
         ((("many", 1.0),), "numbers of ids that rise"),
+        (((1.5, 0.5),), "numbers of ids that rise"),
     ],
 )
 def test_a_curve_that_is_none_is_refused(curve: Any, message: str) -> None:

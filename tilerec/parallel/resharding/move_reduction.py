@@ -18,6 +18,7 @@ from tilerec.parallel.model_tables import Name
 from tilerec.parallel.resharding.transfers import transfers
 from tilerec.sharding.layout import rectangles
 from tilerec.sharding.strategies import complete
+from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -32,8 +33,7 @@ def tilings_of(plan: ShardingPlan) -> Tilings:
     """Return the tilings of a complete plan."""
     found: Tilings = {}
     for path, table, sharding in plan.tables():
-        assert sharding.tiling is not None
-        found[(path, table)] = sharding.tiling
+        found[(path, table)] = _tiling(sharding)
     return found
 
 
@@ -159,6 +159,8 @@ def keep_tables_in_place(
 ) -> ShardingPlan:
     """Return the plan with tables back in their present tiling as long as a step takes at most `most` seconds.
 
+    A table that needs its new hot rows for that keeps its tiles, and only hot rows move.
+
     Args:
         ties: all names of each table; tied tables move together.
         seconds: returns the predicted seconds of a step under given tilings.
@@ -170,9 +172,27 @@ def keep_tables_in_place(
         if before[names[0]] != after[names[0]]
     ]
     for _, k in sorted(moves, key=lambda move: (-move[0], move[1]))[:MAX_TABLES_TRIED]:
-        tried = {**after, **{name: before[name] for name in ties[k]}}
-        if seconds(tried) <= most:
-            after = tried
-            for path, table in ties[k]:
-                plan = plan.replaced(path, table, present.plan[path][table])
+        names = ties[k]
+        for kept in zip(*(_in_place(present, plan, name) for name in names), strict=True):
+            tried = {**after, **{name: _tiling(sharding) for name, sharding in zip(names, kept, strict=True)}}
+            if seconds(tried) <= most:
+                after = tried
+                for (path, table), sharding in zip(names, kept, strict=True):
+                    plan = plan.replaced(path, table, sharding)
+                break
     return plan
+
+
+def _in_place(present: ShardingPlan, plan: ShardingPlan, name: Name) -> list[ParameterSharding]:
+    """Return a table's present sharding, and the same tiles beside the hot rows of the plan, if it has others."""
+    path, table = name
+    sharding, hot = present.plan[path][table], plan.plan[path][table].hot
+    tiling = _tiling(sharding)
+    if hot is None or hot == (sharding.hot or HotRows()) or tiling.bare.replicated:
+        return [sharding]
+    return [sharding, replace(sharding, hot=hot, tiling=tiling.bare.with_hot(table, hot, plan.world_size or 1))]
+
+
+def _tiling(sharding: ParameterSharding) -> Tiling:
+    assert sharding.tiling is not None
+    return sharding.tiling

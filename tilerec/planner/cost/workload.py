@@ -13,6 +13,7 @@ Legend: T tables, F features (reads).
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Sequence
 from copy import copy
@@ -28,7 +29,7 @@ from tilerec.errors import ConfigError
 from tilerec.planner.cost.frequency import Curve, FrequencyLaws, Places, RangeSums, Seen, curve_problem, spread
 from tilerec.planner.cost.hot_reads import HotReads
 from tilerec.planner.cost.portable import Draws, Floats
-from tilerec.spec.hot_rows import MOST_HOT_ROWS
+from tilerec.spec.hot_rows import distinct_ids
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import Wire
 from tilerec.spec.table import DataType, data_type_to_dtype
@@ -79,7 +80,7 @@ class Skew:
                 "`tilerec stats`."
             )
         try:
-            curve = tuple((int(k), float(share)) for k, share in self.curve)
+            curve = tuple((operator.index(k), float(share)) for k, share in self.curve)
         except (TypeError, ValueError):
             curve = ((0, 0.0),)
         wrong = curve_problem(curve, self.distinct)
@@ -89,35 +90,19 @@ class Skew:
                 "`tilerec stats`."
             )
         object.__setattr__(self, "curve", curve)
-        hot = self._checked_hot()
-        object.__setattr__(self, "hot", array("q", hot.astype(np.int64).tobytes()))
+        move = "Measure again with `tilerec stats`."
+        hot = distinct_ids(self.hot, "Skew", move)
+        if len(hot) > self.distinct:
+            raise ConfigError(
+                f"Skew: got {len(hot):,} hot ids; expected at most {self.distinct:,}, the different ids. {move}"
+            )
+        object.__setattr__(self, "hot", array("q", hot.tobytes()))
         vars(self)["largest_hot"] = int(hot.max(initial=-1))  # checked for each of 10,000 tables of 50,000 ids
 
     @cached_property
     def largest_hot(self) -> int:
         """The largest number among the hot ids; -1 without any."""
         return max(self.hot, default=-1)
-
-    def _checked_hot(self) -> Ints:
-        move = "Measure again with `tilerec stats`."
-        found = np.asarray([] if isinstance(self.hot, Sequence) and not len(self.hot) else self.hot)
-        if found.ndim != 1 or (len(found) and found.dtype != np.int64):
-            raise ConfigError(
-                f"Skew: got hot ids of type {found.dtype} and shape {list(found.shape)}; expected whole numbers [h]. "
-                f"{move}"
-            )
-        if len(found) > min(self.distinct, MOST_HOT_ROWS):
-            raise ConfigError(
-                f"Skew: got {len(found):,} hot ids; expected at most {min(self.distinct, MOST_HOT_ROWS):,}, of "
-                f"{self.distinct:,} different ids. {move}"
-            )
-        own = np.sort(found)
-        if len(own) and own[0] < 0:
-            raise ConfigError(f"Skew: got the hot id {own[0]}; expected row numbers from 0. {move}")
-        twice = own[1:][own[1:] == own[:-1]]
-        if len(twice):
-            raise ConfigError(f"Skew: got the hot id {twice[0]} twice; expected each id once. {move}")
-        return found
 
 
 @dataclass(frozen=True)
