@@ -22,6 +22,7 @@ from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
 from tilerec.planner.decision import decide
 from tilerec.planner.planner import EmbeddingShardingPlanner
+from tilerec.planner.report import what_if
 from tilerec.planner.report.explanation import Explainer
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.tables import PlannedTable
@@ -140,6 +141,22 @@ def test_a_plan_has_hot_rows_of_a_table_in_files_which_its_cache_does_not_read(t
 
     counts = run_virtual_ranks(4, live)
     assert sum(ids for ids, _ in counts) == 4 * SAMPLES * LENGTH - sum(found for _, found in counts)
+
+
+def test_changes_of_a_large_plan_behind_caches_are_left_out_with_hot_rows_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In device memory alone, which they would be planned for, there is no such plan."""
+    files: dict[str, Any] = {
+        "compute_kernels": ["key_value"], "cache_params": CacheParams(load_factor=0.01),
+        "key_value_params": KeyValueParams(str(tmp_path)),
+    }  # fmt: skip
+    skew = Skew(ROWS, 1.3, hot=ORDER[:200].numpy())
+    report = planner(skew, **files).plan([TABLE]).report
+    assert report is not None
+    assert report.tables[0].option == "rows over 4 ranks, cached, 1.00% of rows on each"
+    monkeypatch.setattr(what_if, "LARGE", 0)
+    assert {change.outcome for change in report.what_would_help()} == {what_if.LEFT_OUT}
 
 
 def cost_of(request: PlanRequest) -> int:
