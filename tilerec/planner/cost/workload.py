@@ -100,8 +100,15 @@ class Skew:
 
     def _checked_hot(self) -> Ints:
         move = "Measure again with `tilerec stats`."
-        found = np.asarray([] if isinstance(self.hot, Sequence) and not len(self.hot) else self.hot)
-        if found.ndim != 1 or (len(found) and found.dtype != np.int64):
+        try:
+            found = np.asarray([] if isinstance(self.hot, Sequence) and not len(self.hot) else self.hot)
+        except (TypeError, ValueError, RuntimeError) as error:  # lists of unequal lengths, tensors on a GPU
+            raise ConfigError(
+                f"Skew: got hot ids that are no array ({type(self.hot).__name__}: {error!s:.200}); expected whole "
+                f"numbers [h]. {move}"
+            ) from error
+        whole = found.dtype.kind in "iu" and np.can_cast(found.dtype, np.int64)
+        if found.ndim != 1 or (len(found) and not whole):
             raise ConfigError(
                 f"Skew: got hot ids of type {found.dtype} and shape {list(found.shape)}; expected whole numbers [h]. "
                 f"{move}"
