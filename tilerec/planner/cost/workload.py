@@ -90,7 +90,7 @@ class Skew:
             )
         object.__setattr__(self, "curve", curve)
         hot = self._checked_hot()
-        object.__setattr__(self, "hot", array("q", hot.astype(np.int64).tobytes()))
+        object.__setattr__(self, "hot", array("q", hot.tobytes()))
         vars(self)["largest_hot"] = int(hot.max(initial=-1))  # checked for each of 10,000 tables of 50,000 ids
 
     @cached_property
@@ -113,6 +113,7 @@ class Skew:
                 f"Skew: got hot ids of type {found.dtype} and shape {list(found.shape)}; expected whole numbers [h]. "
                 f"{move}"
             )
+        found = found.astype(np.int64)
         if len(found) > min(self.distinct, MOST_HOT_ROWS):
             raise ConfigError(
                 f"Skew: got {len(found):,} hot ids; expected at most {min(self.distinct, MOST_HOT_ROWS):,}, of "
