@@ -22,6 +22,7 @@ from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
 from tilerec.planner.decision import decide
 from tilerec.planner.planner import EmbeddingShardingPlanner
+from tilerec.planner.report import what_if
 from tilerec.planner.report.explanation import Explainer
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.request import PlanRequest
@@ -97,6 +98,9 @@ def test_ids_that_statistics_name_become_hot_rows_of_a_plan_in_a_file(tmp_path: 
     assert note.endswith(" less in a step")
     request = planner(limits.skew).request([TABLE])
     text = Explainer(request).explanation("t")
+    assert text.chosen.option == f"rows over 4 ranks, {len(sharding.hot) / ROWS:.2%} of rows on each"
+    assert plan.report.tables[0].option == text.chosen.option
+    assert max(float(way.option.split()[-5][:-1]) for way in text.considered if "on each" in way.option) == 1.5
     assert any("Its hot ids are known. In ranges of rows on all ranks, a rank sends" in line for line in text.notes)
     assert text.curve[-1] == (ROWS, 1.0)
 
@@ -141,6 +145,22 @@ def test_a_plan_has_hot_rows_of_a_table_in_files_which_its_cache_does_not_read(t
     assert sum(ids for ids, _ in counts) == 4 * SAMPLES * LENGTH - sum(found for _, found in counts)
 
 
+def test_changes_of_a_large_plan_behind_caches_are_left_out_with_hot_rows_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In device memory alone, which they would be planned for, there is no such plan."""
+    files: dict[str, Any] = {
+        "compute_kernels": ["key_value"], "cache_params": CacheParams(load_factor=0.01),
+        "key_value_params": KeyValueParams(str(tmp_path)),
+    }  # fmt: skip
+    skew = Skew(ROWS, 1.3, hot=ORDER[:200].numpy())
+    report = planner(skew, **files).plan([TABLE]).report
+    assert report is not None
+    assert report.tables[0].option == "rows over 4 ranks, cached, 1.00% of rows on each"
+    monkeypatch.setattr(what_if, "LARGE", 0)
+    assert {change.outcome for change in report.what_would_help()} == {what_if.LEFT_OUT}
+
+
 def cost_of(request: PlanRequest) -> int:
     found = decide(request)
     assert found.priced is not None
@@ -179,6 +199,31 @@ def test_tables_without_counted_rows_of_their_own_get_no_hot_rows() -> None:
         known = one.skew(ROWS, table_rows=table_rows)
         assert known is not None
         assert bool(known.hot) == rows
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"ranks": "0-1"}, "it takes all 4 ranks, but the table may only use ranks 0-1"),
+        ({"hosts": [1]}, "it takes all 4 ranks, but the table may only use ranks 2-3"),
+        ({"max_ranks": 2}, "it takes 4 ranks, and max_ranks is 2"),
+        ({"max_ranks": 4}, ""),
+    ],
+    ids=["ranks", "hosts", "two ranks", "all ranks"],
+)
+def test_a_table_that_some_ranks_must_not_hold_has_no_hot_rows(limits: dict[str, Any], reason: str) -> None:
+    """All ranks would have copies of its hot rows."""
+    topology = Topology(4, "cpu", local_world_size=2, intra_host_bw=1e4, inter_host_bw=1e4)
+    given = ParameterConstraints(pooling_factors=[LENGTH], skew=Skew(ROWS, 1.3, hot=ORDER[:300].numpy()), **limits)
+    made = EmbeddingShardingPlanner(topology, batch_size=SAMPLES, constraints={"t": given})
+    sharding = made.plan([TABLE]).plan[""]["t"]
+    assert sharding.tiling is not None
+    assert bool(sharding.hot) == (not reason)
+    assert len(sharding.tiling.ranks()) <= (2 if reason else 4)
+    considered = Explainer(made.request([TABLE])).explanation("t").considered
+    heads = [way for way in considered if "of rows on each" in way.option and way.option.startswith("rows x 2")]
+    assert len(heads) == 4  # 10, 40, 200 and 300 rows
+    assert {way.ruled_out for way in heads} == {reason}
 
 
 def test_statistics_of_a_longer_table_are_refused_by_name() -> None:

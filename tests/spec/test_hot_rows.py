@@ -32,7 +32,7 @@ def test_ids_are_ascending_equal_in_any_order_and_read_back_from_their_text() ->
     [
         ([1, 2, 1], "the hot id 1 twice"),
         ([-1, 2], "the hot id -1; expected row numbers from 0"),
-        (np.array([1, 2], dtype=np.int32), "ids of type int32"),
+        (np.array([1, 2], dtype=np.uint64), "ids of type uint64"),
         (torch.tensor([1.0, 2.0]), "ids of type float32"),
         (torch.tensor([[1], [2]]), r"shape \[2, 1\]"),
         (np.arange(9), "9 hot ids; expected at most 8"),

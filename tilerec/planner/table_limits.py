@@ -52,9 +52,10 @@ def limits_of_tables(
         types = searched_types(given, request.by_key[key].dim, request.topology)
         if ShardingType.TABLE_COLUMN_WISE in types and ShardingType.COLUMN_WISE not in types and ranks:
             ranks = ranks_on_one_host(ranks, request.topology)
-        if types or given.min_partition is not None or ranks is not None:
+        heads = given.max_ranks is None or given.max_ranks >= request.topology.world_size
+        if types or given.min_partition is not None or ranks is not None or not heads:
             limits = found.get(key, Limits())
-            found[key] = replace(limits, types=types, min_partition=given.min_partition, ranks=ranks)
+            found[key] = replace(limits, types=types, min_partition=given.min_partition, ranks=ranks, heads=heads)
     return found
 
 

@@ -37,10 +37,14 @@ def distinct_ids(ids: Any, owner: str, move: str) -> npt.NDArray[np.int64]:
         own = ids.cpu() if isinstance(ids, torch.Tensor) else ids
         found: npt.NDArray[Any] = np.asarray([] if isinstance(own, Sequence) and not len(own) else own)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{owner}: got hot ids that make no array ({error}); expected int64 [h]. {move}") from error
-    if found.ndim != 1 or (len(found) and found.dtype != np.int64):
         raise ConfigError(
-            f"{owner}: got hot ids of type {found.dtype} and shape {list(found.shape)}; expected int64 [h]. {move}"
+            f"{owner}: got hot ids that make no array ({error}); expected whole numbers [h]. {move}"
+        ) from error
+    whole = found.dtype.kind in "iu" and np.can_cast(found.dtype, np.int64)
+    if found.ndim != 1 or (len(found) and not whole):
+        raise ConfigError(
+            f"{owner}: got hot ids of type {found.dtype} and shape {list(found.shape)}; expected whole numbers [h]. "
+            f"{move}"
         )
     if len(found) > MOST_HOT_ROWS:
         raise ConfigError(f"{owner}: got {len(found):,} hot ids; expected at most {MOST_HOT_ROWS:,}. {move}")
@@ -58,11 +62,11 @@ class HotRows:
     """Hot ids of a table.
 
     Args:
-        ids: int64 `[h]`, distinct, from 0, in any order: a tensor of any device, an array or a list. None at all: no
-            row is hot.
+        ids: whole numbers `[h]`, distinct, from 0, in any order: a tensor of any device, an array or a list. None at
+            all: no row is hot.
 
     Attributes:
-        ids: the same, ascending; must not be written.
+        ids: int64, the same, ascending; must not be written.
 
     Raises:
         ConfigError: another type or shape, an id twice or below 0, or more than `MOST_HOT_ROWS`.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 import random
+from array import array
 from typing import Any
 
 import numpy as np
@@ -504,14 +507,31 @@ def test_a_skew_holds_eight_bytes_per_hot_id_and_compares_them() -> None:
         ([-1], "the hot id -1; expected row numbers from 0"),
         ([0.5], "hot ids of type float64"),
         (["a"], "hot ids of type"),
-        (range(11), "11 hot ids; expected at most 10, the different ids"),
+        ([True], "hot ids of type bool"),
+        ([2**63], "hot ids of type uint64"),
         ([[1], [2, 3]], "hot ids that make no array"),
         (torch.tensor([1], device="meta"), "hot ids that make no array"),
+        (range(11), "11 hot ids; expected at most 10, the different ids"),
     ],
 )
 def test_hot_ids_that_are_none_are_refused(ids: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=f"Skew: got .*{words}"):
         Skew(10, 1.0, hot=ids)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [(3, 1), [np.int64(3), np.int32(1)], np.array([3, 1], np.uint32), torch.tensor([3, 1], dtype=torch.int32),
+     array("i", [3, 1]), range(3, 0, -2), np.array([3, 1], ">i8")],
+    ids=["tuple", "numbers of numpy", "uint32", "int32 tensor", "array", "range", "other byte order"],
+)  # fmt: skip
+def test_hot_ids_are_whole_numbers_of_any_type(ids: Any) -> None:
+    skew = Skew(10, 1.0, hot=ids)
+    same = [copy.deepcopy(skew), pickle.loads(pickle.dumps(skew)), dataclasses.replace(skew), Skew(10, 1.0, hot=[3, 1])]
+    assert all(other == skew and hash(other) == hash(skew) for other in same)
+    assert list(skew.hot) == [3, 1]
+    assert skew != Skew(10, 1.0, hot=[1, 3])
+    assert type(ParameterConstraints(skew=skew).to_json()["skew"]["hot"][0]) is int
 
 
 def test_a_hot_id_beyond_its_table_is_refused_by_name() -> None:

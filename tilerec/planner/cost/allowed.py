@@ -104,8 +104,11 @@ class Allowed:
                         for option in options
                     ]
                 )
-            if limit.ranks is not None and len(set(limit.ranks)) < self.ranks:
+            few = limit.ranks is not None and len(set(limit.ranks)) < self.ranks
+            if few:
                 there[t] &= np.array([option.width < self.ranks or self.ranks == 1 for option in options])
+            if few or not limit.heads:
+                there[t] &= np.array([not option.head for option in options])
         empty = np.flatnonzero(~there.any(1))
         if len(empty):
             limit = self.limits.get(work.names[empty[0]], Limits())

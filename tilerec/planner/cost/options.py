@@ -60,6 +60,13 @@ class Problem:
         """
         return sharding_of(self.model, table, self.options[option], places, shares, self.amounts.ranges)
 
+    def option_text(self, table: int, option: int) -> str:
+        """Return the name of an option of a table. Heads of hot ids have at most the rows that are named."""
+        own, work = self.options[option], self.tables[table]
+        if own.head and work.skew is not None and not work.skew.ordered:
+            own = own._replace(head=min(own.head, len(work.skew.hot) / work.rows))
+        return str(own)
+
     def head_bytes(self, table: int) -> list[HeadBytes]:
         """Return the bytes of a table's step without a head, then with each size of a head."""
         return head_bytes(self.tables[table], self.model.topology)

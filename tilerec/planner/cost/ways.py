@@ -91,6 +91,7 @@ class Limits:
         ranks: ranks that may hold pieces; None for all.
         on_device: device memory may hold the rows.
         cached: host memory behind a cache may hold the rows.
+        heads: every rank may hold copies of a head; False also if `ranks` are not all ranks.
     """
 
     types: Sequence[ShardingType] = ()
@@ -98,6 +99,7 @@ class Limits:
     ranks: Sequence[int] | None = None
     on_device: bool = True
     cached: bool = False
+    heads: bool = True
 
 
 def enumerate_options(

@@ -316,7 +316,7 @@ class Explainer:
         uses = rest.uses + self.instance.uses[rest.row, o]
         own = self.problem.instance
         return ConsideredOption(
-            str(self.problem.options[o]),
+            self.problem.option_text(t, o),
             chosen,
             "" if chosen else self._ruled_out(rest, t, o),
             int(own.pieces[t, o]),

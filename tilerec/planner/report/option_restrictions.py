@@ -101,7 +101,7 @@ def _ranks(option: Option, limits: Limits, topology: Topology, allowed: Bools | 
     if ranks == 1:
         return ""
     own = set(range(ranks)) if allowed is None else set(allowed.nonzero()[0].tolist())
-    if limits.ranks is not None and len(set(limits.ranks)) < ranks and option.width == ranks:
+    if limits.ranks is not None and len(set(limits.ranks)) < ranks and (option.width == ranks or option.head):
         return f"it takes all {ranks} ranks, but the table may only use {_shown(limits.ranks)}"
     if 1 < option.width < ranks and not any(
         len(host) == option.width and own.issuperset(host) for host in topology.host_ranks
@@ -111,7 +111,7 @@ def _ranks(option: Option, limits: Limits, topology: Topology, allowed: Bools | 
 
 
 def _most(option: Option, given: ParameterConstraints, topology: Topology) -> str:
-    held = min(option.width * option.pieces, topology.world_size)
+    held = topology.world_size if option.head else min(option.width * option.pieces, topology.world_size)
     if given.max_ranks is None or held <= given.max_ranks:
         return ""
     return f"it takes {held} ranks, and max_ranks is {given.max_ranks}"

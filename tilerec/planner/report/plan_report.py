@@ -178,7 +178,7 @@ class PlanReport:
             )
         rank = self.fullest_rank
         full = int(self.memory[rank, self.tier]) / max(1, int(self.cap[rank, self.tier]))
-        cached = any(entry.option.endswith(", cached") for entry in self.tables)
+        cached = any(", cached" in entry.option for entry in self.tables)  # the part of hot rows follows
         return what_ifs(self.request, self.cost_ps, full, cached)
 
     def is_of(self, plan: ShardingPlan) -> bool:

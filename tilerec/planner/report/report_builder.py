@@ -44,7 +44,7 @@ def build_report(decision: Decision, plan: ShardingPlan) -> PlanReport:
         assert sharding.tiling is not None
         if table.key in free:
             t = free[table.key]
-            option = str(decision.problem.options[decision.option(t)])
+            option = decision.problem.option_text(t, decision.option(t))
             size, own, at_home = int(held[t]), tuple(owners[t]), tuple(homes[t])
         else:
             option = "rows by memory" if table.key in decision.by_caps else "pinned"
