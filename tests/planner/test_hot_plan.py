@@ -91,8 +91,10 @@ def test_ids_that_statistics_name_become_hot_rows_of_a_plan_in_a_file(tmp_path: 
     assert 0 < len(sharding.hot) <= 300
     assert sharding.hot == HotRows(np.array(limits.skew.hot[: len(sharding.hot)]))
     plan.save(tmp_path / "plan.json")
-    assert ShardingPlan.load(tmp_path / "plan.json").plan[""]["t"].hot == sharding.hot
+    loaded = ShardingPlan.load(tmp_path / "plan.json")
+    assert loaded.plan[""]["t"].hot == sharding.hot
     assert plan.report is not None
+    assert plan.report.is_of(loaded)
     note = next(note for note in plan.report.notes if "hot rows" in note)
     assert note.startswith(f"1 of 1 tables have {len(sharding.hot):,} hot rows on every rank: with them a rank sends ")
     assert note.endswith(" less in a step")
