@@ -13,6 +13,7 @@ import gc
 import math
 import os
 import random
+import signal
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +47,10 @@ hypothesis.settings.register_profile(
     ],
 )
 hypothesis.settings.load_profile("tilerec")
+
+# A shell script starts `make test &` with SIGINT ignored, and processes that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Where there is no GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported.
 if not torch.cuda.is_available():
