@@ -60,7 +60,8 @@ class Skew:
         curve: measured points (k, share of the reads of the k most frequent ids), k ascending; the other ids follow
             Zipf's law. (): all do.
         hot: the most frequent ids, the most frequent one first: the planner may keep copies of their rows on every
-            rank. (): they are not known. Held as an array of int64: a tuple takes five times as much memory.
+            rank. (): they are not known. Held as an array of int64, which must not be written: a tuple takes five times
+            as much memory.
     """
 
     distinct: int
